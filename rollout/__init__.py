@@ -1,0 +1,28 @@
+"""Record what the sampler really chose from: rollouts with their supports, in Arrow shards."""
+
+from rollout.collect import Outcome, Request, collect, make_requests
+from rollout.engines.base import Completion, Engine, EngineInfo
+from rollout.errors import RolloutError
+from rollout.reader import Run, open_run
+from rollout.record import Rollout, WeightSpan
+from rollout.sampling import SamplingParams
+from rollout.support import Support
+from rollout.writer import RunWriter
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineInfo",
+    "Outcome",
+    "Request",
+    "Rollout",
+    "RolloutError",
+    "Run",
+    "RunWriter",
+    "SamplingParams",
+    "Support",
+    "WeightSpan",
+    "collect",
+    "make_requests",
+    "open_run",
+]

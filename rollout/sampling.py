@@ -1,0 +1,140 @@
+"""SamplingParams: how one rollout is sampled, and whether a trainer can replay it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, model_validator
+
+from rollout.blocks import Block
+from rollout.errors import NotReplayable
+
+GREEDY_BELOW = 1e-6
+"""SGLang samples a temperature below this as temperature 1, top_k 1."""
+
+
+class Sampler(NamedTuple):
+    """What the sampler did, after the greedy rule."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+
+
+class SamplingParams(Block):
+    """How one rollout is sampled; the names and the meaning are SGLang's.
+
+    The first block of fields shapes the support. Stops, grammars and `min_new_tokens` only exclude
+    ids, so a support records them exactly. Penalties and `logit_bias` are known here so that
+    `check_replayable` can refuse them by name.
+    """
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_new_tokens: int = 128
+    sampling_seed: int | None = None
+
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    stop_regex: list[str] = []
+    ignore_eos: bool = False
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    n: int = 1
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> SamplingParams:
+        named = [g for g in ("regex", "json_schema", "ebnf", "structural_tag") if getattr(self, g)]
+        if len(named) > 1:
+            raise ValueError(f"only one grammar at a time, got {' and '.join(named)}")
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def sampler(self) -> Sampler:
+        """The settings as the sampler applies them; call `check_replayable` first."""
+        if self.is_greedy:
+            return Sampler(1.0, self.top_p, 1, self.min_p)
+        return Sampler(self.temperature, self.top_p, self.top_k or -1, self.min_p)
+
+    def check_replayable(self, max_top_k: int | None = None) -> None:
+        """Raise `NotReplayable` if the reply could not be replayed from its supports.
+
+        `max_top_k` is the server's cap (`--sampling-mask-max-tokens`), where one is known.
+        """
+        if not self.is_greedy:
+            self._check_top_k(max_top_k)
+        if self.n != 1:
+            raise NotReplayable(
+                f"sampling.n: got {self.n}, must be 1; SGLang fails on n > 1 with a sampling mask: "
+                "set prompts.rollouts_per_prompt instead"
+            )
+        if self.max_new_tokens < 1:
+            raise NotReplayable(
+                f"sampling.max_new_tokens: got {self.max_new_tokens}, must be at least 1; "
+                "without an output token there is no support"
+            )
+        neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+        for name, value in neutral.items():
+            if (got := getattr(self, name)) != value:
+                raise NotReplayable(
+                    f"sampling.{name}: got {got}, must be {value:g}; a penalty moves the logits "
+                    "that survive, and a support does not record by how much: remove it"
+                )
+        if finite := {k: v for k, v in (self.logit_bias or {}).items() if v != float("-inf")}:
+            token, bias = next(iter(finite.items()))
+            raise NotReplayable(
+                f"sampling.logit_bias: got {bias:+g} for token {token}; a finite bias moves the "
+                "logits that survive, and a support does not record by how much: remove it"
+            )
+
+    def _check_top_k(self, max_top_k: int | None) -> None:
+        if self.top_k is None or self.top_k == -1:
+            raise NotReplayable(
+                f"sampling.top_k: got {self.top_k}, must be finite; top_p bounds probability mass, "
+                "not the number of ids, so a support of a top_p-only request has no bound. "
+                "Set sampling.top_k, for example to 512 next to top_p 0.97"
+            )
+        if self.top_k < 1:
+            raise NotReplayable(f"sampling.top_k: got {self.top_k}, must be at least 1")
+        if max_top_k is not None and self.top_k > max_top_k:
+            raise NotReplayable(
+                f"sampling.top_k: got {self.top_k}, the engine allows at most {max_top_k}; "
+                "lower it (SGLang: or raise --sampling-mask-max-tokens on the server)"
+            )
+
+    def to_request(self) -> dict[str, Any]:
+        """`sampling_params` of a request: the sampler's knobs always, the others where set."""
+        always = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 1 if self.is_greedy else self.top_k,
+            "min_p": self.min_p,
+            "max_new_tokens": self.max_new_tokens,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        return always | self.model_dump(exclude_defaults=True, exclude=set(always) | {"n"})
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces, so that equal values are equal strings."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

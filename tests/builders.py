@@ -1,0 +1,127 @@
+"""Rollouts and engines made by hand, for tests that need one exactly so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from rollout.engines.base import Completion, EngineInfo
+from rollout.record import Rollout, WeightSpan
+from rollout.sampling import SamplingParams
+from rollout.support import Support
+
+DATA = Path(__file__).parent / "data"
+RECORDED = sorted(path.name for path in DATA.glob("sglang_*"))
+
+
+def make_rollout(prompt_id: str = "7", sample_index: int = 0, **changes: Any) -> Rollout:
+    """Three output tokens: two ids to choose from, a forced token, a singleton."""
+    support = Support.from_rows([[5, 9], [], [2]])
+    plain = Rollout(
+        rollout_id=f"{prompt_id}:{sample_index}",
+        prompt_id=prompt_id,
+        sample_index=sample_index,
+        prompt_ids=np.array([1, 3], np.int32),
+        output_ids=np.array([9, 8, 2], np.int32),
+        loss_mask=np.array([1, 0, 1], np.int8),
+        sampling_logprobs=np.log(np.array([0.25, 1, 1], np.float32)),
+        support=support,
+        full_logprobs=np.log(np.array([0.2, 1, 0.9], np.float32)),
+        support_logprobs=np.log(np.array([0.75, 0.25, 1], np.float32)),
+        temperature=0.5,
+        top_p=0.875,
+        top_k=2,
+        min_p=0.0,
+        max_new_tokens=3,
+        seed=11,
+        sampling_params='{"temperature":0.5}',
+        finish_reason="stop",
+        stop_match="2",
+        weight_versions=(WeightSpan("v1", 0, 3),),
+        engine_meta='{"engine":"test"}',
+        prompt_text="why",
+        output_text="because",
+        created_us=1_700_000_000_000_000,
+        latency_ms=2.5,
+    )
+    return replace(plain, **changes)
+
+
+def assert_same_rollout(got: Rollout, wanted: Rollout) -> None:
+    """Field by field, with values and dtypes."""
+    for name, value in vars(wanted).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(got, name), value, err_msg=name, strict=True)
+        elif isinstance(value, Support):
+            np.testing.assert_array_equal(got.support.ids, value.ids, strict=True)
+            np.testing.assert_array_equal(got.support.offsets, value.offsets, strict=True)
+        else:
+            assert getattr(got, name) == value, name
+
+
+def recorded_lines(name: str) -> list[dict[str, Any]]:
+    """The rollouts recorded from a real server, one dict per line."""
+    with gzip.open(DATA / name / "rollouts.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+class ScriptedEngine:
+    """An engine that answers from a list; an exception in it is raised."""
+
+    def __init__(self, *answers: Completion | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(name="scripted", version="1", model="none", max_top_k=None)
+
+    def check(self, params: SamplingParams) -> None:
+        params.check_replayable()
+
+    def meta(self, params: SamplingParams) -> dict[str, Any]:
+        return {"engine": "scripted"}
+
+    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
+        self.asked.append((prompt_ids.tolist(), params))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make_completion(**changes: Any) -> Completion:
+    """Two output tokens: two ids to choose from, then a singleton."""
+    plain = Completion(
+        output_ids=np.array([9, 2], np.int32),
+        support=Support.from_rows([[5, 9], [2]]),
+        sampling_logprobs=np.log(np.array([0.25, 1], np.float32)),
+        full_logprobs=None,
+        support_logprobs=None,
+        finish_reason="stop",
+        text="ok",
+    )
+    return replace(plain, **changes)

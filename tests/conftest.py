@@ -1,0 +1,94 @@
+"""Fixtures: a tiny trained model for every test, a real model and a real server for a few."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import DATA
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look anything up
+
+TESTS = Path(__file__).parent
+CACHE = Path("~/.cache/rollout").expanduser()
+SGLANG_VENV = CACHE / "sglang-0.5.23-cpu"
+SERVER_START_S = 300
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path() -> Path:
+    """A Llama of 1.8 M parameters, trained on CPython's documentation; see its model card."""
+    return TESTS / "tiny_model" / "model"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, fetched once into the user's cache."""
+    script = TESTS.parent / "examples" / "smollm2.py"
+    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def recorded_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The rollouts of a recorded set, named by indirect parametrisation, as a plain file."""
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(gzip.decompress((DATA / request.param / "rollouts.jsonl.gz").read_bytes()))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sglang_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real SGLang 0.5.23 serving SmolLM2 on the CPU; installed once into the user's cache."""
+    scripts = TESTS / "sglang_cpu"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    subprocess.run([scripts / "install.sh", SGLANG_VENV], check=True)
+    port = _free_port()
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    with open(log, "wb") as output:
+        server = subprocess.Popen(
+            [scripts / "serve.sh", SGLANG_VENV, smollm2_path, str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the server has children: they end with it
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(url, server, log)
+        yield url
+    finally:
+        os.killpg(server.pid, 15)
+        try:
+            server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, 9)
+            server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/model_info", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise RuntimeError(f"SGLang did not start:\n{log.read_text(errors='replace')[-4000:]}")

@@ -1,0 +1,111 @@
+"""ShardFile: complete and readable at every moment of a commit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from builders import make_rollout
+
+from rollout.errors import ShardDamaged
+from rollout.schema import to_batch
+from rollout.shard import END_OF_STREAM, ShardFile, cut_torn_tail, read_batches, was_started
+
+
+def batch(*prompt_ids: str) -> pa.RecordBatch:
+    return to_batch([make_rollout(name) for name in prompt_ids])
+
+
+def ids(path: Path) -> list[str]:
+    return [i for b in read_batches(path)[1] for i in b.column("prompt_id").to_pylist()]
+
+
+def test_a_new_shard_opens_and_is_empty(tmp_path: Path) -> None:
+    with ShardFile(tmp_path / "s.arrow"):
+        assert ids(tmp_path / "s.arrow") == []
+        assert was_started(tmp_path / "s.arrow")
+
+
+def test_commits_append_and_describe_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        shard.commit(batch("a", "b"))
+        assert ids(path) == ["a", "b"]
+        shard.commit(batch("c"))
+    content = path.read_bytes()
+    assert ids(path) == ["a", "b", "c"]
+    assert (shard.rows, shard.size_bytes) == (3, len(content))
+    assert shard.sha256 == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "lz4"])
+def test_compression_changes_bytes_not_rows(tmp_path: Path, compression: str) -> None:
+    with ShardFile(tmp_path / "s.arrow", compression=compression) as shard:
+        shard.commit(batch("a"))
+    assert ids(tmp_path / "s.arrow") == ["a"]
+
+
+def test_readers_see_whole_batches_at_every_step_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop after every single byte that a commit writes, and open the file with three readers."""
+    path = tmp_path / "s.arrow"
+    real_pwrite, seen = os.pwrite, []
+
+    def one_byte(descriptor: int, data: Any, offset: int) -> int:
+        done = real_pwrite(descriptor, bytes(data[:97]), offset)  # short writes are legal too
+        seen.append(ids(path))
+        return done
+
+    with ShardFile(path) as shard:
+        shard.commit(batch("a"))
+        monkeypatch.setattr(os, "pwrite", one_byte)
+        shard.commit(batch("b", "c"))
+    assert len(seen) > 10
+    assert seen[0] == ["a"] and seen[-1] == ["a", "b", "c"]
+    assert all(rows in (["a"], ["a", "b", "c"]) for rows in seen)
+    assert datasets.Dataset.from_file(str(path))["prompt_id"][:] == ["a", "b", "c"]
+
+
+def test_a_torn_tail_is_invisible_and_can_be_cut(tmp_path: Path) -> None:
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        shard.commit(batch("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\x01" * 300)  # what a killed commit leaves behind the marker
+    assert ids(path) == ["a"]
+    cut_torn_tail(path)
+    assert path.read_bytes() == whole
+
+
+def test_a_file_without_its_schema_was_never_started(tmp_path: Path) -> None:
+    (tmp_path / "s.arrow").write_bytes(END_OF_STREAM)
+    assert not was_started(tmp_path / "s.arrow")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(b"", "the file is empty", id="empty"),
+        pytest.param(b"ARROW1\0\0" * 20, "not an Arrow IPC stream", id="an IPC file, not a stream"),
+        pytest.param(b"{}" * 100, "not an Arrow IPC stream", id="JSON"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "s.arrow").write_bytes(content)
+    with pytest.raises(ShardDamaged, match=words):
+        read_batches(tmp_path / "s.arrow")
+
+
+def test_a_stream_that_breaks_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        shard.commit(batch("a"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ShardDamaged, match="breaks off"):
+        read_batches(path)
