@@ -1,0 +1,1 @@
+"""Dumps of other origin as rollouts; one module per layout."""

@@ -1,0 +1,132 @@
+"""Import of recorded `/generate` replies.
+
+One line is one rollout: ``{"sampling_params": …, "response": <body of /generate>}``, with optional
+``rid`` and ``prompt``. The reply must hold `prompt_token_ids` (ask with `return_prompt_token_ids`):
+without the prompt's tokens nothing can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import ValidationError
+
+from rollout.engines.sglang_reply import Reply, completion
+from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
+from rollout.record import Rollout
+from rollout.sampling import SamplingParams, canonical_json
+from rollout.writer import RunWriter
+
+
+class _Line(msgspec.Struct):
+    sampling_params: dict[str, Any]
+    response: Reply
+    rid: str | None = None
+    prompt: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did: rows stored, tokens in them, and rejections by reason."""
+
+    rollouts: int
+    output_tokens: int
+    rejected: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rollouts": self.rollouts,
+            "output_tokens": self.output_tokens,
+            "rejected": self.rejected,
+        }
+
+
+def import_sglang_jsonl(
+    file: Path, out: Path, *, vocab_size: int | None = None, tokenizer: dict[str, Any] | None = None
+) -> Imported:
+    """Convert `file` into the run directory `out`; every line ends in a shard or in rejected.jsonl.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
+    identity = {
+        "imported": {"from": "sglang-jsonl", "file": file.name},
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+    }
+    rollouts = tokens = 0
+    rejected: Counter[str] = Counter()
+    lines = _read(file)
+    with RunWriter(out, identity, vocab_size=vocab_size) as writer:
+        for number, line in lines:
+            try:
+                rollout = parse_line(line, f"line-{number:06d}")
+                writer.write(rollout)
+            except RolloutError as error:
+                rejected[error.code] += 1
+                writer.reject(error, line, line=number)
+            else:
+                rollouts += 1
+                tokens += rollout.num_output_tokens
+    return Imported(rollouts, tokens, dict(rejected))
+
+
+def parse_line(line: bytes, default_id: str) -> Rollout:
+    """One line as a `Rollout`; raises the `RolloutError` that says why it cannot be one."""
+    try:
+        parsed = _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReplyMalformed(f"not a recorded reply: {error}") from error
+    if not parsed.response.prompt_token_ids:
+        raise EmptyPrompt(
+            "the reply has no prompt_token_ids; record with return_prompt_token_ids: true"
+        )
+    params = recorded_params(parsed.sampling_params)
+    return completion(parsed.response, None).to_rollout(
+        prompt_id=parsed.rid or default_id,
+        sample_index=0,
+        prompt_ids=np.array(parsed.response.prompt_token_ids, np.int32),
+        prompt_text=parsed.prompt,
+        params=params,
+        sampling_params=canonical_json(parsed.sampling_params),
+        engine_meta=canonical_json({"engine": "sglang", "source": "import"}),
+    )
+
+
+def recorded_params(sent: dict[str, Any]) -> SamplingParams:
+    """The settings of a recorded request. `temperature` must stand there: it is never guessed.
+
+    A missing or -1 `top_k` is no limit (SGLang 0.5.18 served that); what moves logits is refused.
+    """
+    if "temperature" not in sent:
+        raise NotReplayable("sampling_params: no temperature; every logprob depends on it")
+    known = {key: _as_list(key, value) for key, value in sent.items() if value is not None}
+    try:
+        params = SamplingParams.model_validate(known)
+    except ValidationError as error:
+        raise ConfigError(f"sampling_params: {error.errors()[0]['msg']}") from error
+    bounded = params if params.top_k not in (None, -1) else params.model_copy(update={"top_k": 1})
+    bounded.check_replayable()
+    return params
+
+
+def _as_list(key: str, value: Any) -> Any:
+    """SGLang takes one stop or a list of them."""
+    is_stop = key in ("stop", "stop_token_ids", "stop_regex")
+    return [value] if is_stop and not isinstance(value, list) else value
+
+
+def _read(file: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    return ((n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip())

@@ -1,0 +1,116 @@
+"""The seam between the collector and whatever samples: one prompt in, one completion out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.record import Rollout, WeightSpan, make_rollout_id
+from rollout.sampling import SamplingParams
+from rollout.support import Support
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Completion:
+    """What an engine sampled for one prompt; arrays marked [R] have one entry per output token."""
+
+    output_ids: NDArray[np.int32]  # [R], the matched stop token included
+    support: Support  # R rows, the engine's order
+    sampling_logprobs: NDArray[np.float32]  # [R] over the support, after temperature
+    full_logprobs: NDArray[np.float32] | None  # [R] over the vocabulary, after temperature
+    support_logprobs: NDArray[np.float32] | None  # aligned with support.ids
+    finish_reason: str  # stop, length or abort
+    stop_match: str | None = None
+    weight_versions: tuple[WeightSpan, ...] = ()
+    text: str | None = None
+    raw: bytes | None = None  # the reply as it came, kept only until the rollout is stored
+
+    def to_rollout(
+        self,
+        *,
+        prompt_id: str,
+        sample_index: int,
+        prompt_ids: NDArray[np.int32],
+        params: SamplingParams,
+        **about: Any,
+    ) -> Rollout:
+        """The record of this completion; every token of it was sampled, so every token counts.
+
+        `about` are further fields of `Rollout`: `sampling_params`, `engine_meta` and optional ones.
+        """
+        sampler = params.sampler
+        return Rollout(
+            rollout_id=make_rollout_id(prompt_id, sample_index),
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            prompt_ids=prompt_ids,
+            output_ids=self.output_ids,
+            loss_mask=np.ones(len(self.output_ids), np.int8),
+            sampling_logprobs=self.sampling_logprobs,
+            support=self.support,
+            full_logprobs=self.full_logprobs,
+            support_logprobs=self.support_logprobs,
+            temperature=sampler.temperature,
+            top_p=sampler.top_p,
+            top_k=sampler.top_k,
+            min_p=sampler.min_p,
+            max_new_tokens=params.max_new_tokens,
+            seed=params.sampling_seed,
+            finish_reason=self.finish_reason,
+            stop_match=self.stop_match,
+            weight_versions=self.weight_versions,
+            output_text=self.text,
+            created_us=time.time_ns() // 1000,
+            **about,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What a running engine says about itself."""
+
+    name: str
+    version: str
+    model: str
+    max_top_k: int | None  # largest top_k that still gets a support; None = no limit known
+    details: dict[str, Any] = field(default_factory=dict)  # whatever else run.json should keep
+
+
+class Engine(Protocol):
+    """Anything that samples with supports. Entered before use, so that a dead one fails early.
+
+    Implementations raise `EngineError` for what goes wrong at the other end of the seam; the own
+    exceptions of an engine in this process pass unchanged.
+    """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid once entered."""
+        ...
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `NotReplayable` or `ConfigError` for settings this engine cannot serve."""
+        ...
+
+    def meta(self, params: SamplingParams) -> dict[str, Any]:
+        """`engine_meta` of rollouts sampled with `params`: engine, version, sampling backend,
+        filter order, tie policy, fp32 head, deterministic, support source."""
+        ...
+
+    async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
+        """Sample one sequence after `prompt_ids`, an int32 array [P] with P >= 1."""
+        ...

@@ -1,0 +1,206 @@
+"""The reply of SGLang's `/generate`, as a pure function from bytes to a `Completion`.
+
+Shapes by version: SGLang 0.5.16 to 0.5.23, one prompt, n = 1, not streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engines.base import Completion
+from rollout.errors import (
+    EngineFailed,
+    EngineRefused,
+    GenerationAborted,
+    LengthMismatch,
+    PromptTokenCount,
+    ReplyMalformed,
+    SampledOutsideSupport,
+    SamplingMaskMissing,
+)
+from rollout.record import WeightSpan
+from rollout.support import Support
+
+MASK_MISSING = (
+    "the reply has no sampling mask although one was asked for. Likely causes: a router in front "
+    "of the server drops the field (sglang-router 0.3 does; ask the server directly), a front end "
+    "that does not know it (SGLang's Rust front end; the chat endpoint before 0.5.18), or an abort "
+    "while the request was still waiting"
+)
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    weight_version: str | None = None
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    output_token_sampling_mask: list[list[int] | None] | None = None
+    # selected mode: one number per token; support mode: one row per token
+    output_token_sampling_logprobs: list[float | list[float | None] | None] | None = None
+    output_token_sampling_mask_length: int | None = None
+
+
+class Reply(msgspec.Struct):
+    """The body of a `/generate` reply; fields that nobody needs here are ignored."""
+
+    meta_info: _MetaInfo
+    output_ids: list[int]
+    text: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+_decode = msgspec.json.Decoder(Reply).decode
+
+
+def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = None) -> Completion:
+    """Turn one reply into a `Completion`, or raise what is wrong with it.
+
+    Raises `EngineRefused` (4xx) and `EngineFailed` (5xx) with the server's words, `ReplyMalformed`,
+    `SamplingMaskMissing`, `GenerationAborted` (ended before the sampler ran), `PromptTokenCount`
+    (needs `prompt_ids`, those that were sent), `LengthMismatch`, and `SampledOutsideSupport` where
+    no logprob of the sampled id can be read. What else a rollout must fulfil, rules.py checks.
+    """
+    if 400 <= status < 500:
+        raise EngineRefused(f"HTTP {status}: {error_words(body)}")
+    if status != 200:
+        raise EngineFailed(f"HTTP {status}: {error_words(body)}")
+    try:
+        reply = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReplyMalformed(f"not a /generate reply: {error}; got {body[:200]!r}") from error
+    return completion(reply, body, prompt_ids)
+
+
+def completion(
+    reply: Reply, body: bytes | None, prompt_ids: Sequence[int] | None = None
+) -> Completion:
+    """The checks of `parse_reply` on a decoded reply."""
+    meta, reason = reply.meta_info, reply.meta_info.finish_reason
+    if meta.output_token_sampling_mask is None or meta.output_token_sampling_logprobs is None:
+        if reason.type == "abort":
+            raise GenerationAborted(f"ended before it was sampled: {reason.message}")
+        raise SamplingMaskMissing(MASK_MISSING)
+    _check_prompt(reply, prompt_ids)
+    output_ids = np.array(reply.output_ids, np.int32)
+    support = _support(meta.output_token_sampling_mask)
+    _check_lengths(meta, len(output_ids))
+    selected, per_id = _logprobs(meta.output_token_sampling_logprobs, support, output_ids)
+    return Completion(
+        output_ids=output_ids,
+        support=support,
+        sampling_logprobs=selected,
+        full_logprobs=_full_logprobs(meta, output_ids),
+        support_logprobs=per_id,
+        finish_reason=reason.type,
+        stop_match=None if reason.matched is None else str(reason.matched),
+        weight_versions=_spans(meta, len(output_ids)),
+        text=reply.text,
+        raw=body,
+    )
+
+
+def error_words(body: bytes) -> str:
+    """What the server says in an error reply, whichever of its envelopes it used."""
+    try:
+        envelope = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body[:500].decode(errors="replace") or "(empty body)"
+    if isinstance(envelope, dict):
+        error = envelope.get("error", envelope)
+        message = error.get("message") if isinstance(error, dict) else error
+        if isinstance(message, str):
+            return message
+    return body[:500].decode(errors="replace")
+
+
+def _check_prompt(reply: Reply, prompt_ids: Sequence[int] | None) -> None:
+    if prompt_ids is None:
+        return
+    used = reply.meta_info.prompt_tokens
+    if used is not None and used != len(prompt_ids):
+        raise PromptTokenCount(f"sent {len(prompt_ids)} prompt tokens, the server used {used}")
+    echoed = reply.prompt_token_ids
+    if echoed is not None and echoed != list(prompt_ids):
+        raise PromptTokenCount("the server used other prompt tokens than the ones that were sent")
+
+
+def _check_lengths(meta: _MetaInfo, num_output_tokens: int) -> None:
+    masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    lengths = {
+        "completion_tokens": meta.completion_tokens,
+        "output_token_sampling_mask": None if masks is None else len(masks),
+        "output_token_sampling_mask_length": meta.output_token_sampling_mask_length,
+        "output_token_sampling_logprobs": None if logprobs is None else len(logprobs),
+    }
+    for name, length in lengths.items():
+        if length is not None and length != num_output_tokens:
+            raise LengthMismatch(f"{name} is {length} for {num_output_tokens} output_ids")
+
+
+def _support(rows: list[list[int] | None]) -> Support:
+    present = [row for row in rows if row is not None]
+    if len(present) != len(rows):
+        raise SamplingMaskMissing(f"output token {rows.index(None)} has no sampling mask (null)")
+    return Support.from_rows(present)
+
+
+def _logprobs(
+    values: list[float | list[float | None] | None], support: Support, output_ids: NDArray[np.int32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Sampling logprobs [R] and, in support mode, support logprobs [E]."""
+    rows = [value for value in values if isinstance(value, list)]
+    if not rows:  # null means NaN or infinite: kept as NaN, which no rule lets through
+        return np.array(values, np.float32), None
+    if len(rows) != len(values):
+        raise ReplyMalformed("output_token_sampling_logprobs mixes numbers and rows")
+    wrong = np.flatnonzero(np.fromiter(map(len, rows), np.int64) != support.counts)
+    if len(wrong):
+        t = wrong[0]
+        raise LengthMismatch(
+            f"output token {t}: {len(rows[t])} support logprobs for {support.counts[t]} ids"
+        )
+    per_id = np.array(list(chain.from_iterable(rows)), np.float32)
+    is_sampled = support.ids == output_ids[support.rows]
+    at, where = np.unique(support.rows[is_sampled], return_index=True)
+    if len(at) != len(output_ids):
+        t = np.setdiff1d(np.arange(len(output_ids)), at)[0]
+        raise SampledOutsideSupport(
+            f"output token {t}: sampled id {output_ids[t]} is not among the "
+            f"{support.counts[t]} ids of its support"
+        )
+    return per_id[is_sampled][where], per_id
+
+
+def _full_logprobs(meta: _MetaInfo, output_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
+    if meta.output_token_logprobs is None:
+        return None
+    if [entry[1] for entry in meta.output_token_logprobs] != output_ids.tolist():
+        raise LengthMismatch("output_token_logprobs are for other tokens than output_ids")
+    return np.array([entry[0] for entry in meta.output_token_logprobs], np.float32)
+
+
+def _spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[WeightSpan, ...]:
+    if meta.weight_versions is not None:
+        return tuple(WeightSpan(s.version, s.start, s.end) for s in meta.weight_versions)
+    if meta.weight_version is not None:  # before 0.5.19: one version, the one at the end
+        return (WeightSpan(meta.weight_version, 0, num_output_tokens),)
+    return ()

@@ -1,0 +1,159 @@
+"""Prompts: rows of a dataset as token ids, made here with the model's own tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import PromptsConfig
+from rollout.errors import ConfigError
+
+FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt, ready to send. `prompt_id` is the row of the dataset."""
+
+    prompt_id: str
+    ids: NDArray[np.int32]  # [P]
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet:
+    """The prompts of a run, and what run.json keeps about where they came from."""
+
+    prompts: tuple[Prompt, ...]
+    dataset: dict[str, Any]  # path, split, rows, fingerprint
+    tokenizer: dict[str, Any]  # path, hashes
+    vocab_size: int  # rows of the model's head: every id must be below
+    doubled_bos: int  # prompts that start with BOS twice
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's tokenizer; `ConfigError` where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model!r}: no tokenizer to be had: {error}") from error
+
+
+def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
+    """Load, render and tokenise; raises `ConfigError` for what the dataset does not have."""
+    tokenizer = load_tokenizer(model)
+    rows = _load_dataset(config)
+    if config.column not in rows.column_names:
+        raise ConfigError(
+            f"prompts.column: {config.dataset} has no column {config.column!r}, "
+            f"it has {', '.join(rows.column_names)}"
+        )
+    if config.format == "chat" and not tokenizer.chat_template:
+        raise ConfigError(
+            f"prompts.format: {model!r} has no chat template; set prompts.format=text"
+        )
+    column = rows[config.column]
+    chosen = column[: config.limit] if config.limit is not None else column[:]
+    prompts = tuple(
+        tokenise(value, config.format, tokenizer, str(row)) for row, value in enumerate(chosen)
+    )
+    bos = tokenizer.bos_token_id
+    return PromptSet(
+        prompts=prompts,
+        dataset={
+            "path": config.dataset,
+            "split": config.split,
+            "rows": len(rows),
+            "fingerprint": _fingerprint(column),
+        },
+        tokenizer=describe_tokenizer(tokenizer, model),
+        vocab_size=vocabulary_size(tokenizer, model),
+        doubled_bos=sum(p.ids[:2].tolist() == [bos, bos] for p in prompts),
+    )
+
+
+def tokenise(value: Any, form: str, tokenizer: Any, prompt_id: str) -> Prompt:
+    """One cell of the prompt column as a `Prompt`.
+
+    A chat template writes BOS itself, so its text is encoded without special tokens. Raw text gets
+    the special tokens that the tokenizer adds, unless the text already starts with BOS.
+    """
+    if form == "chat":
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        special = False
+    elif isinstance(value, str):
+        text = value
+        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+    else:
+        raise ConfigError(
+            f"prompts: row {prompt_id} holds {type(value).__name__}, format text wants a string"
+        )
+    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    if not ids:
+        raise ConfigError(f"prompts: row {prompt_id} is empty, there is nothing to continue")
+    return Prompt(prompt_id, np.array(ids, np.int32), text)
+
+
+def describe_tokenizer(tokenizer: Any, path: str) -> dict[str, Any]:
+    """What identifies a tokenizer: two that agree here give the same ids."""
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return {
+        "path": path,
+        "size": len(tokenizer),
+        "vocabulary_sha256": _sha256(vocabulary),
+        "chat_template_sha256": _sha256(str(tokenizer.chat_template or "")),
+    }
+
+
+def vocabulary_size(tokenizer: Any, model: str) -> int:
+    """Rows of the model's head where its config is to be had, else the tokenizer's size."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return len(tokenizer)  # a tokenizer folder without a model is enough to collect
+    return int(config.get_text_config().vocab_size)
+
+
+def _load_dataset(config: PromptsConfig) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    path = Path(config.dataset)
+    loader = FILE_LOADERS.get(path.suffix)
+    if loader and not path.is_file():
+        raise ConfigError(
+            f"prompts.dataset: {config.dataset} is not there; "
+            "paths are relative to the current directory"
+        )
+    source: Mapping[str, Any] = (
+        {"path": loader, "data_files": str(path)}
+        if loader
+        else {"path": config.dataset, "name": config.name}
+    )
+    try:
+        return load_dataset(**source, split=config.split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise ConfigError(f"prompts.dataset: {config.dataset} cannot be loaded: {error}") from error
+
+
+def _fingerprint(column: Any) -> str:
+    digest = hashlib.sha256()
+    for value in column:
+        digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,190 @@
+"""SGLangEngine over real HTTP, against a local server that misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from builders import DATA
+
+from rollout import errors
+from rollout.engines.sglang import SGLangEngine
+from rollout.sampling import SamplingParams
+
+WIRE: dict[str, Any] = json.loads((DATA / "sglang_0.5.23_cpu_pytorch" / "wire.json").read_text())
+PARAMS = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=2)
+
+
+def good_reply(request: dict[str, Any]) -> dict[str, Any]:
+    """One greedy token for the prompt that was asked about."""
+    return {
+        "text": "a",
+        "output_ids": [7],
+        "prompt_token_ids": request["input_ids"],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 1},
+            "prompt_tokens": len(request["input_ids"]),
+            "completion_tokens": 1,
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "output_token_sampling_mask": [[7]],
+            "output_token_sampling_logprobs": [[0.0]],
+            "output_token_sampling_mask_length": 1,
+        },
+    }
+
+
+@asynccontextmanager
+async def server(
+    generate: Callable[[dict[str, Any]], Any], **info: Any
+) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """A server whose /generate is `generate`; yields its URL and the requests it got."""
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        reply = generate(asked[-1])
+        return reply if isinstance(reply, web.Response) else web.json_response(reply)
+
+    async def described(request: web.Request) -> web.Response:
+        case = "get_server_info" if request.path == "/server_info" else "get_model_info"
+        return web.json_response(WIRE[case]["response"] | info)
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    app.router.add_get("/server_info", described)
+    app.router.add_get("/model_info", described)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+def ask(generate: Callable[[dict[str, Any]], Any], prompt: list[int], **info: Any) -> Any:
+    """Enter an engine, generate once, return (completion, engine, requests after the probe)."""
+
+    async def run() -> Any:
+        async with server(generate, **info) as (url, asked):
+            async with SGLangEngine(url, vocab_size=100) as engine:
+                completion = await engine.generate(np.array(prompt, np.int32), PARAMS)
+            return completion, engine, asked[1:]
+
+    return asyncio.run(run())
+
+
+def test_request_asks_for_everything_replay_needs() -> None:
+    completion, _, (request,) = ask(good_reply, [5, 6])
+    assert request == {
+        "input_ids": [5, 6],
+        "sampling_params": PARAMS.to_request(),
+        "stream": False,
+        "return_logprob": True,
+        "return_sampling_mask": True,
+        "sampling_logprobs_mode": "support",
+        "return_prompt_token_ids": True,
+    }
+    assert completion.output_ids.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("info", "params", "wanted"),
+    [
+        pytest.param({}, {}, ("joint", "cut", "captured"), id="pytorch sampler"),
+        pytest.param(
+            {"sampling_backend": "flashinfer"}, {}, ("joint", "keep", "captured"), id="flashinfer"
+        ),
+        pytest.param(
+            {"sampling_backend": "flashinfer"},
+            {"min_p": 0.1},
+            ("sequential", "keep", "captured"),
+            id="flashinfer with min_p",
+        ),
+        pytest.param(
+            {"version": "0.5.19", "sampling_backend": "flashinfer"},
+            {},
+            ("joint", "cut", "reconstructed"),
+            id="before supports were captured",
+        ),
+    ],
+)
+def test_meta_says_how_this_server_samples(
+    info: dict[str, Any], params: dict[str, Any], wanted: tuple[str, ...]
+) -> None:
+    _, engine, _ = ask(good_reply, [5], **info)
+    meta = engine.meta(SamplingParams(top_k=5, **params))
+    assert (meta["filter_order"], meta["tie_policy"], meta["support_source"]) == wanted
+    assert meta["version"] == engine.info.version
+
+
+def test_cap_comes_from_the_server() -> None:
+    _, engine, _ = ask(good_reply, [5], sampling_mask_max_tokens=64)
+    engine.check(SamplingParams(top_k=64))
+    with pytest.raises(errors.NotReplayable, match="at most 64"):
+        engine.check(SamplingParams(top_k=65))
+    with pytest.raises(errors.NotReplayable, match="DisallowedTokens"):
+        engine.check(SamplingParams(top_k=5, logit_bias={"3": float("-inf")}))
+
+
+@pytest.mark.parametrize("prompt_id", [100, -1], ids=str)
+def test_an_id_that_would_kill_the_server_is_not_sent(prompt_id: int) -> None:
+    with pytest.raises(errors.IdOutsideVocabulary, match="would kill the server"):
+        ask(good_reply, [1, prompt_id])
+
+
+def test_a_server_that_drops_the_mask_fails_before_any_prompt() -> None:
+    def without_mask(request: dict[str, Any]) -> dict[str, Any]:
+        reply = good_reply(request)
+        del reply["meta_info"]["output_token_sampling_mask"]
+        return reply
+
+    with pytest.raises(errors.SamplingMaskMissing, match=r"127.0.0.1:\d+/generate: .*router"):
+        ask(without_mask, [5])
+
+
+def test_the_reply_stays_with_the_error() -> None:
+    answers = iter([good_reply, lambda request: web.Response(status=503, text="queue is full")])
+
+    with pytest.raises(errors.EngineFailed, match="HTTP 503: queue is full") as caught:
+        ask(lambda request: next(answers)(request), [5])
+    assert caught.value.body == b"queue is full"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        pytest.param("http://127.0.0.1:9", "no answer", id="nobody listens"),
+        pytest.param("localhost", "not a URL|no answer", id="not a URL"),
+    ],
+)
+def test_nobody_there(url: str, words: str) -> None:
+    async def enter() -> None:
+        async with SGLangEngine(url, vocab_size=10):
+            pass
+
+    with pytest.raises(errors.EngineUnreachable, match=words):
+        asyncio.run(enter())
+
+
+def test_another_kind_of_server_is_told_apart() -> None:
+    async def run() -> None:
+        app = web.Application()
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with SGLangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", vocab_size=10):
+                pass
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(errors.EngineRefused, match="HTTP 404.*is this an SGLang server"):
+        asyncio.run(run())
