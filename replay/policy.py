@@ -1,0 +1,126 @@
+"""Policy: the trainer-side model, split into hidden states and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.reference import shape_logits
+from rollout.errors import PolicyError
+
+# relative error that rounding explains; a leak across packed rollouts is far above it
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A causal language model whose head is applied by the scoring functions, not by the model."""
+
+    body: Any  # maps input_ids, position_ids to hidden states
+    weight: Tensor  # [V, D] of the head
+    bias: Tensor | None  # [V]
+    logit_scale: float | None
+    softcap: float | None
+    device: torch.device
+    description: dict[str, str]  # for the report
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool = False,
+        packed: bool = True,
+    ) -> Policy:
+        """Load a Hugging Face checkpoint and check that it can be split and, if asked, packed.
+
+        Raises `PolicyError` where the model computes its logits in a way that is not known here,
+        or attends across packed rollouts.
+        """
+        from rollout.engines.hf import load_model  # transformers takes seconds to import
+
+        model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        head = model.get_output_embeddings()
+        if head is None:
+            raise PolicyError(f"{path}: has no output embeddings, so no next-token logits")
+        config = model.config.get_text_config()
+        policy = cls(
+            body=model.base_model,
+            weight=head.weight.detach(),
+            bias=head.bias.detach() if getattr(head, "bias", None) is not None else None,
+            logit_scale=_logit_scale(config),
+            softcap=getattr(config, "final_logit_softcapping", None),
+            device=torch.device(device),
+            description={"model": path, "dtype": dtype, "device": device},
+        )
+        _check_head(policy, model, path)
+        if packed:
+            _check_packing(policy, path)
+        return policy
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    @torch.inference_mode()
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[N, D] Last hidden states of packed rollouts, whose positions restart at 0.
+
+        Without `use_cache=False` transformers takes packed rollouts for one sequence, silently.
+        """
+        output = self.body(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def _logit_scale(config: Any) -> float | None:
+    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`."""
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        return 1.0 / float(divisor)
+    scale = getattr(config, "logit_scale", None)
+    return None if scale is None else float(scale)
+
+
+def _sequence(policy: Policy, length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(7, 7 + 13 * length, 13, device=policy.device) % policy.vocab_size
+    return ids, torch.arange(length, device=policy.device)
+
+
+@torch.inference_mode()
+def _check_head(policy: Policy, model: Any, path: str) -> None:
+    """The model's own logits must be what the scoring functions compute."""
+    ids, positions = _sequence(policy, 8)
+    own = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    z = policy.hidden(ids, positions).float() @ policy.weight.float().T
+    if policy.bias is not None:
+        z = z + policy.bias.float()
+    z = shape_logits(z, policy.logit_scale, policy.softcap, torch.float32)
+    if (error := _relative_error(z, own)) > TOLERANCE[policy.weight.dtype]:
+        raise PolicyError(
+            f"{path}: its logits differ from head x hidden state by {error:.1%}; this model shapes "
+            "its logits in a way that is not known here"
+        )
+
+
+def _check_packing(policy: Policy, path: str) -> None:
+    """Two sequences in one pack must give what each gives alone."""
+    parts = [_sequence(policy, 6), _sequence(policy, 9)]
+    packed = policy.hidden(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    alone = torch.cat([policy.hidden(*part) for part in parts])
+    if (error := _relative_error(packed, alone)) > TOLERANCE[policy.weight.dtype]:
+        raise PolicyError(
+            f"{path}: packed rollouts see each other (hidden states change by {error:.1%}); this "
+            "model does not restart at position 0: replay one rollout at a time with --max-tokens 1"
+        )
+
+
+def _relative_error(got: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.float()
+    return float((got.float() - wanted).norm() / wanted.norm())

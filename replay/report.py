@@ -1,0 +1,129 @@
+"""Report: the numbers of a replay, the gates, and the verdict. Keys are documented in docs/."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.config import GatesConfig
+from replay.tokens import OK, Floats, TokenTable
+from replay.verify import Finding, Verified
+from rollout.stats import support_sizes
+
+CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One limit of the verdict; `value` is None where it could not be measured."""
+
+    name: str
+    value: float | None
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        # a NaN never passes: comparisons with it are false
+        return self.value is None or self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replay found; `as_dict` is summary.json."""
+
+    numbers: dict[str, Any]
+    gates: tuple[Gate, ...]
+    findings: tuple[Finding, ...]
+    precision: dict[str, str]
+
+    @property
+    def failed_gates(self) -> tuple[Gate, ...]:
+        return tuple(gate for gate in self.gates if not gate.passed)
+
+    @property
+    def verdict(self) -> str:
+        return INCONSISTENT if self.findings or self.failed_gates else CONSISTENT
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; numbers that could not be measured are None."""
+        return {
+            "verdict": self.verdict,
+            "findings": [asdict(finding) for finding in self.findings],
+            "failed_gates": [gate.name for gate in self.failed_gates],
+            "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
+            **self.numbers,
+            "precision": self.precision,
+        }
+
+
+def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str]) -> Report:
+    """Measure and judge. Means are over every token that both sides scored, singletons included."""
+    numbers = measure(verified)
+    values = {
+        "log_ratio_abs_mean": numbers["log_ratio_abs"]["mean"],
+        "log_ratio_abs_p99": numbers["log_ratio_abs"]["p99"],
+        "mismatch_kl": numbers["mismatch_kl"],
+        "support_kl": numbers["support_kl"],
+    }
+    judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
+    return Report(numbers, judged, verified.findings, precision)
+
+
+def measure(verified: Verified) -> dict[str, Any]:
+    """The numbers of summary.json."""
+    tokens = verified.tokens
+    scored = np.isfinite(tokens.log_ratio)
+    return {
+        "rollouts": verified.rollouts,
+        "tokens": len(tokens),
+        "scored_tokens": int(scored.sum()),
+        "sampled_outside_support": int(np.isneginf(tokens.replay_logprobs).sum()),
+        **ratio_numbers(tokens.log_ratio[scored]),
+        "support_kl": _mean(tokens.support_kl[scored]),
+        "kept_mass": _mean(tokens.kept_mass[scored]),
+        "replay_kept_mass": _mean(tokens.replay_kept_mass[scored]),
+        "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),
+        "support_size": support_sizes(tokens.support_size, tokens.top_k),
+    }
+
+
+def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
+    """Mismatch of finite log ratios. `mismatch_kl` is the k3 estimate of KL(engine ‖ trainer),
+    ratio − log_ratio − 1, whose mean over tokens of the engine is unbiased."""
+    if not len(log_ratio):
+        nothing = dict.fromkeys(("mean", "p50", "p99", "max"))
+        return {
+            "log_ratio_abs": nothing,
+            "log_ratio": {"mean": None},
+            "mismatch_kl": None,
+            "ratio_outside": None,
+        }
+    exact = log_ratio.astype(np.float64)
+    size = np.abs(exact)
+    ratio = np.exp(exact)
+    return {
+        "log_ratio_abs": {
+            "mean": float(size.mean()),
+            "p50": float(np.percentile(size, 50)),
+            "p99": float(np.percentile(size, 99)),
+            "max": float(size.max()),
+        },
+        "log_ratio": {"mean": float(exact.mean())},
+        "mismatch_kl": float((np.expm1(exact) - exact).mean()),
+        "ratio_outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
+    }
+
+
+def worst_tokens(tokens: TokenTable, count: int) -> NDArray[np.intp]:
+    """Rows of the table to look at first: findings, then the largest |log_ratio|."""
+    size = np.where(np.isfinite(tokens.log_ratio), np.abs(tokens.log_ratio), np.inf)
+    rank = np.where(tokens.finding != OK, np.inf, size)
+    return np.argsort(-rank, kind="stable")[:count]
+
+
+def _mean(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.astype(np.float64).mean()) if len(known) else None

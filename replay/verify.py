@@ -1,0 +1,127 @@
+"""verify(): score every sampled token of a run and judge every content rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replay.batch import PackedBatch, pack
+from replay.config import ReplayConfig
+from replay.policy import Policy
+from replay.reference import segments
+from replay.score import score_full, score_support
+from replay.tokens import TokenTable, recorded
+from rollout.record import Rollout
+from rollout.rules import Fault, find_faults
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken content rule over a whole run."""
+
+    code: str
+    count: int  # tokens that break it; a faulty prompt counts once
+    rollouts: int
+    first: str  # where and what, in words
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """What `verify` found: the scores, and the content rules that were broken."""
+
+    tokens: TokenTable
+    findings: tuple[Finding, ...]
+    rollouts: int
+
+
+def verify(
+    rollouts: Iterable[Rollout],
+    policy: Policy,
+    config: ReplayConfig,
+    on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
+) -> Verified:
+    """Score every sampled token; bad content never raises, it becomes a finding.
+
+    A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
+    are in the table without scores. `on_batch` hears the rollouts and tokens of each batch.
+    """
+    rollouts = list(rollouts)
+    faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
+    tables = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
+    for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
+        table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
+        tables.append(replace(table, **_scores(batch, policy, config)))
+        on_batch(len(batch.rollouts), len(table))
+    return Verified(TokenTable.concatenate(tables), _findings(rollouts, faults), len(rollouts))
+
+
+def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
+    return all(f.code != "id_outside_vocabulary" for f in faults[rollout.rollout_id])
+
+
+@torch.inference_mode()
+def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[str, Any]:
+    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`."""
+    b = batch.to(policy.device)
+    hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
+    head: dict[str, Any] = {
+        "temperature": b.temperature,
+        "bias": policy.bias,
+        "logit_scale": policy.logit_scale,
+        "softcap": policy.softcap,
+        "head_dtype": getattr(torch, config.head_dtype),
+    }
+    masked = score_support(
+        hidden,
+        policy.weight,
+        b.targets,
+        b.support_ids,
+        b.support_offsets,
+        return_support_logprobs=True,
+        **head,
+    )
+    full = score_full(hidden, policy.weight, b.targets, **head)
+    assert masked.support_logprobs is not None
+    return {
+        "replay_logprobs": masked.logprob.cpu().numpy(),
+        "replay_full_logprobs": full.logprob.cpu().numpy(),
+        "replay_entropy": masked.entropy.cpu().numpy(),
+        "support_kl": support_kl(batch, masked.support_logprobs.cpu()).numpy(),
+    }
+
+
+def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:
+    """[T] Exact KL(engine ‖ trainer) over each support; NaN where the engine's side is missing.
+
+    `replay_logprobs` [E] are the policy's logprobs of every support id.
+    """
+    engine = torch.cat([_engine_logprobs(r) for r in batch.rollouts])
+    terms = engine.exp() * (engine - replay_logprobs)
+    return segments("sum", terms, batch.support_offsets.diff())
+
+
+def _engine_logprobs(rollout: Rollout) -> Tensor:
+    if rollout.support_logprobs is None:
+        return torch.full((len(rollout.support.ids),), torch.nan)
+    return torch.tensor(np.asarray(rollout.support_logprobs))
+
+
+def _findings(rollouts: list[Rollout], faults: dict[str, list[Fault]]) -> tuple[Finding, ...]:
+    by_code: dict[str, list[tuple[Rollout, Fault]]] = {}
+    for rollout in rollouts:
+        for fault in faults[rollout.rollout_id]:
+            by_code.setdefault(fault.code, []).append((rollout, fault))
+    return tuple(
+        Finding(
+            code=code,
+            count=sum(len(fault.positions) for _, fault in found),
+            rollouts=len({rollout.rollout_id for rollout, _ in found}),
+            first=f"{found[0][0].rollout_id}: {found[0][1].message}",
+        )
+        for code, found in by_code.items()
+    )
