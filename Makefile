@@ -1,0 +1,59 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := $(HOME)/.cache/rollout/smollm2-135m-instruct
+DEMO := runs/quickstart
+
+.PHONY: help demo check test lint fmt types unit bench model install clean
+
+help:
+	@echo "make demo    collect 16 rollouts with a real model in this process, replay them, judge"
+	@echo "make check   lint, types and unit tests with the tiny model (under 90 s)"
+	@echo "make test    everything, with a real model and a real SGLang server"
+	@echo "make lint | fmt | types | unit | bench | model | clean"
+
+# torch first and by version: the CPU build where the index has one, and the one that is tested
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e '.[torch,dev]'
+	touch $@
+
+install: $(VENV)/.ready
+
+model: $(MODEL)/model.safetensors
+
+$(MODEL)/model.safetensors: | $(VENV)/.ready
+	$(BIN)/python examples/smollm2.py
+
+demo: export HF_HUB_OFFLINE = 1
+demo: install model
+	rm -rf $(DEMO)
+	$(BIN)/rollout collect configs/quickstart.yaml --out $(DEMO)
+	$(BIN)/rollout replay $(DEMO) --model $(MODEL) --dtype float32
+
+check: lint types unit
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+fmt: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu"
+
+test: install model
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not gpu"
+
+bench: install model
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/embedded.py --model $(MODEL)
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

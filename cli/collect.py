@@ -1,0 +1,63 @@
+"""rollout collect"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from cli.options import echo_json, json_option, override_option, reports_errors
+from cli.progress import ProgressReport, no_bars_in_logs
+
+
+@click.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@override_option
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Run directory; runs/<name of CONFIG> unless given.",
+)
+@json_option
+@reports_errors
+def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+    """Collect rollouts with their supports into a run directory.
+
+    The same command again goes on where it stopped. Every key of CONFIG can be set with -o.
+
+    \b
+    Example:
+      rollout collect configs/sglang.yaml -o engine.url=http://localhost:30000 --out runs/first
+    """
+    from cli.tables import print_stats
+    from rollout.config import CollectConfig, EmbeddedConfig
+    from rollout.job import Progress, collect_run
+
+    settings = CollectConfig.load(config, overrides)
+    if isinstance(settings.engine, EmbeddedConfig):
+        from cli.options import needs_torch
+
+        needs_torch()
+    no_bars_in_logs()
+    out = out or Path("runs") / config.stem
+    with ProgressReport("collect") as report:
+
+        def show(progress: Progress) -> None:
+            lost = progress.failed + progress.rejected
+            done = progress.done + lost
+            note = f"({lost} lost)" if lost else ""
+            report.update(done, progress.total, progress.output_tokens, note)
+
+        stats = asyncio.run(collect_run(settings, out, show))
+    if as_json:
+        echo_json(stats)
+    else:
+        print_stats(stats)
+    if stats["duplicate_bos"]:
+        click.echo(f"warning: {stats['duplicate_bos']} prompts start with BOS twice", err=True)
+    if stats["duplicate_groups"]:
+        click.echo(
+            f"warning: {stats['duplicate_groups']} prompts have only identical rollouts", err=True
+        )
+    click.echo(f"next: rollout replay {out} --model {settings.model}", err=True)

@@ -1,0 +1,31 @@
+"""The command group, nothing else."""
+
+from __future__ import annotations
+
+import click
+
+from cli.collect import collect
+from cli.import_ import import_
+from cli.replay import replay
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rollout")
+def cli() -> None:
+    """Record what the sampler chose from, replay it under the trainer's policy, compare.
+
+    \b
+    Exit codes:
+      0    consistent; collected within the error budget; imported whole
+      1    replay: inconsistent
+      2    usage: an option, a config key or a model that cannot be used
+      3    data: a run or a line that breaks the format, or nothing in it
+      4    engine: unreachable, or it does not return the sampling mask
+      5    collect: more failures than the error budget allows
+      130  interrupted
+    """
+
+
+cli.add_command(collect)
+cli.add_command(import_)
+cli.add_command(replay)
