@@ -7,4 +7,4 @@ shift 3
 export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1
 exec "$venv/bin/python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" \
   --device cpu --attention-backend torch_native --sampling-backend pytorch \
-  --mem-fraction-static 0.2 --max-total-tokens 16384 --context-length 2048 "$@"
+  --sleep-on-idle --mem-fraction-static 0.2 --max-total-tokens 16384 --context-length 2048 "$@"
