@@ -15,7 +15,11 @@ DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--model", required=True, metavar="PATH_OR_ID", help="The trainer's policy.")
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="See configs/replay.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Gates and precision, see configs/replay.yaml.",
+)
 @click.option("--dtype", type=DTYPES, help="Of the policy's body. [default: bfloat16]")
 @click.option("--head-dtype", type=DTYPES, help="Logits are rounded to it. [default: float32]")
 @click.option("--device", help="[default: the GPU if there is one]")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollout.blocks import Block
 
-Limit = Annotated[float, Field(ge=0)]
+Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class GatesConfig(Block):

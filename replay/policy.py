@@ -102,7 +102,8 @@ def _check_head(policy: Policy, model: Any, path: str) -> None:
     if policy.bias is not None:
         z = z + policy.bias.float()
     z = shape_logits(z, policy.logit_scale, policy.softcap, torch.float32)
-    if (error := _relative_error(z, own)) > TOLERANCE[policy.weight.dtype]:
+    error = _relative_error(z, own)
+    if not error <= TOLERANCE[policy.weight.dtype]:  # NaN too
         raise PolicyError(
             f"{path}: its logits differ from head x hidden state by {error:.1%}; this model shapes "
             "its logits in a way that is not known here"
@@ -114,7 +115,8 @@ def _check_packing(policy: Policy, path: str) -> None:
     parts = [_sequence(policy, 6), _sequence(policy, 9)]
     packed = policy.hidden(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     alone = torch.cat([policy.hidden(*part) for part in parts])
-    if (error := _relative_error(packed, alone)) > TOLERANCE[policy.weight.dtype]:
+    error = _relative_error(packed, alone)
+    if not error <= TOLERANCE[policy.weight.dtype]:
         raise PolicyError(
             f"{path}: packed rollouts see each other (hidden states change by {error:.1%}); this "
             "model does not restart at position 0: replay one rollout at a time with --max-tokens 1"

@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
-    """Flat arrays of equal length, in the order of the run; forced tokens have no row.
+    """Flat arrays of equal length; forced tokens have no row, unscored rollouts come first.
 
     `finding` is "ok" or the code of a content rule that the token breaks. What was not recorded is
     NaN, and so is every score of a token that the policy could not score; `replay_logprobs` is

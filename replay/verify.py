@@ -15,14 +15,14 @@ from replay.config import ReplayConfig
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_full, score_support
-from replay.tokens import TokenTable, recorded
+from replay.tokens import OK, TokenTable, recorded
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken content rule over a whole run."""
+    """Something that no honest run has: a broken content rule, or a score that is no number."""
 
     code: str
     count: int  # tokens that break it; a faulty prompt counts once
@@ -52,12 +52,17 @@ def verify(
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
-    tables = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
+    unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
+    scored = []
     for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        tables.append(replace(table, **_scores(batch, policy, config)))
+        scored.append(replace(table, **_scores(batch, policy, config)))
         on_batch(len(batch.rollouts), len(table))
-    return Verified(TokenTable.concatenate(tables), _findings(rollouts, faults), len(rollouts))
+    findings = _findings(rollouts, faults)
+    if scored:
+        findings += _no_numbers(TokenTable.concatenate(scored))
+    tokens = TokenTable.concatenate([*unscored, *scored])
+    return Verified(tokens, tuple(findings), len(rollouts))
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
@@ -111,12 +116,23 @@ def _engine_logprobs(rollout: Rollout) -> Tensor:
     return torch.tensor(np.asarray(rollout.support_logprobs))
 
 
-def _findings(rollouts: list[Rollout], faults: dict[str, list[Fault]]) -> tuple[Finding, ...]:
+def _no_numbers(tokens: TokenTable) -> list[Finding]:
+    """Tokens that went through the policy and came out as no number."""
+    at = np.flatnonzero(np.isnan(tokens.replay_logprobs) & (tokens.finding == OK))
+    if not len(at):
+        return []
+    ids, first = tokens.rollout_id[at], at[0]
+    where = f"{tokens.rollout_id[first]}: output token {tokens.position[first]}"
+    words = f"{where}: the policy's logprob is not a number"
+    return [Finding("nonfinite_replay", len(at), len(set(ids)), words)]
+
+
+def _findings(rollouts: list[Rollout], faults: dict[str, list[Fault]]) -> list[Finding]:
     by_code: dict[str, list[tuple[Rollout, Fault]]] = {}
     for rollout in rollouts:
         for fault in faults[rollout.rollout_id]:
             by_code.setdefault(fault.code, []).append((rollout, fault))
-    return tuple(
+    return [
         Finding(
             code=code,
             count=sum(len(fault.positions) for _, fault in found),
@@ -124,4 +140,4 @@ def _findings(rollouts: list[Rollout], faults: dict[str, list[Fault]]) -> tuple[
             first=f"{found[0][0].rollout_id}: {found[0][1].message}",
         )
         for code, found in by_code.items()
-    )
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,7 +45,7 @@ class Block(BaseModel):
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = _parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except yaml.YAMLError as error:
@@ -67,10 +68,25 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             if not isinstance(node, dict):
                 raise ConfigError(f"-o {override}: {parent!r} is a value, not a block")
         try:
-            node[leaf] = yaml.safe_load(text)
+            node[leaf] = _parse(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"-o {override}: the value is not YAML: {error}") from error
     return data
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: PyYAML takes 1e-3 for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Loader)
 
 
 def _suggest(key: str, known: Mapping[str, Any]) -> str:

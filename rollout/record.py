@@ -77,6 +77,10 @@ class Rollout:
         return mass
 
 
-def make_rollout_id(prompt_id: str, sample_index: int) -> str:
-    """The exactly-once key of the sample_index-th rollout of a prompt."""
-    return f"{prompt_id}:{sample_index}"
+def make_rollout_id(prompt_id: str, sample_index: int, abort: int | None = None) -> str:
+    """The exactly-once key of the sample_index-th rollout of a prompt.
+
+    With `abort` it is the key of the abort-th aborted attempt at it, which is never the rollout.
+    """
+    done = f"{prompt_id}:{sample_index}"
+    return done if abort is None else f"{done}#abort{abort}"

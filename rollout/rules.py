@@ -7,6 +7,7 @@ by replay, which reports them as findings: a shard may come from somebody else's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sized
 from typing import NamedTuple
 
@@ -31,7 +32,11 @@ def check_format(rollout: Rollout) -> None:
 
 def _broken_format_rules(r: Rollout) -> Iterator[tuple[type[FormatError], str]]:
     expected = make_rollout_id(r.prompt_id, r.sample_index)
-    if r.rollout_id.partition("#abort")[0] != expected:
+    attempt = r.rollout_id.removeprefix(expected)
+    if r.finish_reason == "abort":
+        if not re.fullmatch(r"#abort\d+", attempt):
+            yield errors.BadRolloutId, f"rollout_id of an aborted one must be '{expected}#abort<n>'"
+    elif attempt:
         yield errors.BadRolloutId, f"rollout_id must be {expected!r}"
     if len(r.prompt_ids) == 0:
         yield errors.EmptyPrompt, "prompt_ids must hold at least one token"

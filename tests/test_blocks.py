@@ -72,5 +72,15 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
         CollectConfig.load(tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.1e-2", "1.e-3", "+1e-3", "0.001"])
+def test_numbers_are_written_as_anywhere_else(text: str) -> None:
+    assert apply_overrides({}, [f"a={text}"]) == {"a": 0.001}
+
+
+@pytest.mark.parametrize("text", ["1e", "e3", "1e-3x", "v1"])
+def test_words_stay_words(text: str) -> None:
+    assert apply_overrides({}, [f"a={text}"]) == {"a": text}
+
+
 def test_overrides_create_blocks() -> None:
     assert apply_overrides({}, ["a.b.c=1", "a.d=x"]) == {"a": {"b": {"c": 1}, "d": "x"}}

@@ -118,6 +118,14 @@ def test_logits_shaped_in_an_unknown_way_are_refused(tiny_model_path: Path) -> N
         _check_head(doubled, model, "m")
 
 
+def test_a_model_that_gives_no_numbers_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(PolicyError, match="differ from head x hidden state by nan"):
+        Policy.load(str(tmp_path), dtype="float32", device="cpu")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bodies_pass_their_own_checks(tiny_model_path: Path, dtype: str) -> None:
     policy = Policy.load(str(tiny_model_path), dtype=dtype, device="cpu")

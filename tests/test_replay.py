@@ -165,6 +165,18 @@ def test_a_logprob_that_is_no_number_is_left_out_of_every_mean(
     assert measure(verified)["log_ratio_abs"]["max"] <= 1e-4
 
 
+def test_a_policy_that_gives_no_number_is_a_finding_not_a_pass(
+    rollouts: list[Rollout], policy: Policy
+) -> None:
+    weight = policy.weight.clone()
+    weight[int(rollouts[0].output_ids[4])] = torch.nan
+    got = summary(rollouts, replace(policy, weight=weight))
+    assert got["verdict"] == "inconsistent"
+    (finding,) = got["findings"]
+    assert finding["code"] == "nonfinite_replay"
+    assert finding["count"] == got["tokens"] - got["scored_tokens"] > 0
+
+
 def test_what_was_not_recorded_is_not_measured(rollouts: list[Rollout], policy: Policy) -> None:
     bare = [replace(r, full_logprobs=None, support_logprobs=None) for r in rollouts]
     got = summary(bare, policy)

@@ -28,6 +28,12 @@ def test_a_good_rollout_passes_every_rule() -> None:
     [
         pytest.param({"rollout_id": "7:1"}, errors.BadRolloutId, "must be '7:0'", id="rollout_id"),
         pytest.param(
+            {"rollout_id": "7:0#abort0"}, errors.BadRolloutId, "must be '7:0'", id="not aborted"
+        ),
+        pytest.param(
+            {"finish_reason": "abort"}, errors.BadRolloutId, "must be '7:0#abort<n>'", id="aborted"
+        ),
+        pytest.param(
             {"prompt_ids": np.zeros(0, np.int32)}, errors.EmptyPrompt, "at least one", id="prompt"
         ),
         pytest.param(
@@ -173,6 +179,10 @@ def test_without_a_vocabulary_only_negative_ids_are_outside() -> None:
     rollout = make_rollout(prompt_ids=np.array([1, 2_000_000_000], np.int32))
     assert find_faults(rollout) == []
     assert find_faults(rollout, 10)[0].positions.tolist() == [-1]
+
+
+def test_an_aborted_rollout_has_an_id_of_its_own() -> None:
+    check_format(make_rollout(rollout_id="7:0#abort2", finish_reason="abort"))
 
 
 def test_support_larger_than_top_k_is_no_fault() -> None:

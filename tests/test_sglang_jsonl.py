@@ -137,6 +137,21 @@ def test_a_broken_line_is_rejected_with_reason_and_body(
     assert [r.rollout_id for r in open_run(tmp_path / "run")] == ["train-0000:0", "train-0002:0"]
 
 
+def test_an_aborted_reply_is_kept_but_is_not_the_rollout(tmp_path: Path) -> None:
+    line = recorded_lines(RECORDED[2])[0]
+    line["response"]["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
+    import_sglang_jsonl(write_lines(tmp_path / "d", [line]), tmp_path / "run")
+    (rollout,) = open_run(tmp_path / "run")
+    assert (rollout.rollout_id, rollout.finish_reason) == ("train-0000:0#abort0", "abort")
+
+
+def test_an_id_too_large_for_a_shard_is_rejected(tmp_path: Path) -> None:
+    line = recorded_lines(RECORDED[2])[0]
+    line["response"]["prompt_token_ids"][0] = 2**31
+    result = import_sglang_jsonl(write_lines(tmp_path / "d", [line]), tmp_path / "run")
+    assert result.rejected == {"reply_malformed": 1}
+
+
 def test_a_repeated_rid_is_rejected_not_merged(tmp_path: Path) -> None:
     line = recorded_lines(RECORDED[2])[0]
     result = import_sglang_jsonl(write_lines(tmp_path / "d", [line, line]), tmp_path / "run")

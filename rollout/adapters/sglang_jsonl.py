@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from pydantic import ValidationError
 
+from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang_reply import Reply, completion
 from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
 from rollout.record import Rollout
@@ -93,7 +93,7 @@ def parse_line(line: bytes, default_id: str) -> Rollout:
     return completion(parsed.response, None).to_rollout(
         prompt_id=parsed.rid or default_id,
         sample_index=0,
-        prompt_ids=np.array(parsed.response.prompt_token_ids, np.int32),
+        prompt_ids=ids_array(parsed.response.prompt_token_ids, "prompt_token_ids"),
         prompt_text=parsed.prompt,
         params=params,
         sampling_params=canonical_json(parsed.sampling_params),

@@ -37,15 +37,19 @@ class Completion:
         sample_index: int,
         prompt_ids: NDArray[np.int32],
         params: SamplingParams,
+        abort: int = 0,
         **about: Any,
     ) -> Rollout:
         """The record of this completion; every token of it was sampled, so every token counts.
 
-        `about` are further fields of `Rollout`: `sampling_params`, `engine_meta` and optional ones.
+        An aborted one gets an id of its own, the abort-th of its rollout. `about` are further
+        fields of `Rollout`: `sampling_params`, `engine_meta` and optional ones.
         """
         sampler = params.sampler
         return Rollout(
-            rollout_id=make_rollout_id(prompt_id, sample_index),
+            rollout_id=make_rollout_id(
+                prompt_id, sample_index, abort if self.finish_reason == "abort" else None
+            ),
             prompt_id=prompt_id,
             sample_index=sample_index,
             prompt_ids=prompt_ids,

@@ -6,13 +6,13 @@ Shapes by version: SGLang 0.5.16 to 0.5.23, one prompt, n = 1, not streamed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.base import Completion
+from rollout.engines.json_rows import float_rows, id_rows, ids_array
 from rollout.errors import (
     EngineFailed,
     EngineRefused,
@@ -34,6 +34,9 @@ MASK_MISSING = (
 )
 
 
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _FinishReason(msgspec.Struct):
     type: str
     matched: int | str | list[int] | None = None
@@ -53,9 +56,10 @@ class _MetaInfo(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    output_token_sampling_mask: list[list[int] | None] | None = None
+    # most of the bytes: decoded as flat rows by json_rows
+    output_token_sampling_mask: msgspec.Raw = _ABSENT
     # selected mode: one number per token; support mode: one row per token
-    output_token_sampling_logprobs: list[float | list[float | None] | None] | None = None
+    output_token_sampling_logprobs: msgspec.Raw = _ABSENT
     output_token_sampling_mask_length: int | None = None
 
 
@@ -69,6 +73,8 @@ class Reply(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Reply).decode
+_numbers = msgspec.json.Decoder(list[float | None]).decode
+_mask_or_null = msgspec.json.Decoder(list[list[int] | None]).decode
 
 
 def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = None) -> Completion:
@@ -95,15 +101,20 @@ def completion(
 ) -> Completion:
     """The checks of `parse_reply` on a decoded reply."""
     meta, reason = reply.meta_info, reply.meta_info.finish_reason
-    if meta.output_token_sampling_mask is None or meta.output_token_sampling_logprobs is None:
+    mask = bytes(meta.output_token_sampling_mask)
+    logprobs = bytes(meta.output_token_sampling_logprobs)
+    if b"null" in (mask, logprobs):
         if reason.type == "abort":
             raise GenerationAborted(f"ended before it was sampled: {reason.message}")
         raise SamplingMaskMissing(MASK_MISSING)
     _check_prompt(reply, prompt_ids)
-    output_ids = np.array(reply.output_ids, np.int32)
-    support = _support(meta.output_token_sampling_mask)
-    _check_lengths(meta, len(output_ids))
-    selected, per_id = _logprobs(meta.output_token_sampling_logprobs, support, output_ids)
+    output_ids = ids_array(reply.output_ids, "output_ids")
+    support = _support(mask)
+    counts, values = _logprobs(logprobs)
+    _check_lengths(meta, len(output_ids), len(support), len(values if counts is None else counts))
+    selected, per_id = values, None
+    if counts is not None:
+        selected, per_id = _of_sampled(values, counts, support, output_ids), values
     return Completion(
         output_ids=output_ids,
         support=support,
@@ -143,51 +154,65 @@ def _check_prompt(reply: Reply, prompt_ids: Sequence[int] | None) -> None:
         raise PromptTokenCount("the server used other prompt tokens than the ones that were sent")
 
 
-def _check_lengths(meta: _MetaInfo, num_output_tokens: int) -> None:
-    masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+def _check_lengths(
+    meta: _MetaInfo, num_output_tokens: int, num_masks: int, num_logprobs: int
+) -> None:
     lengths = {
         "completion_tokens": meta.completion_tokens,
-        "output_token_sampling_mask": None if masks is None else len(masks),
+        "output_token_sampling_mask": num_masks,
         "output_token_sampling_mask_length": meta.output_token_sampling_mask_length,
-        "output_token_sampling_logprobs": None if logprobs is None else len(logprobs),
+        "output_token_sampling_logprobs": num_logprobs,
     }
     for name, length in lengths.items():
         if length is not None and length != num_output_tokens:
             raise LengthMismatch(f"{name} is {length} for {num_output_tokens} output_ids")
 
 
-def _support(rows: list[list[int] | None]) -> Support:
-    present = [row for row in rows if row is not None]
-    if len(present) != len(rows):
-        raise SamplingMaskMissing(f"output token {rows.index(None)} has no sampling mask (null)")
-    return Support.from_rows(present)
+def _support(mask: bytes) -> Support:
+    if b"null" in mask:  # up to 0.5.19, where a row was not captured
+        try:
+            at = _mask_or_null(mask).index(None)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ReplyMalformed(f"output_token_sampling_mask: {error}") from error
+        raise SamplingMaskMissing(f"output token {at} has no sampling mask (null)")
+    counts, ids = id_rows(mask, "output_token_sampling_mask")
+    return Support.from_counts(ids, counts)
 
 
-def _logprobs(
-    values: list[float | list[float | None] | None], support: Support, output_ids: NDArray[np.int32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Sampling logprobs [R] and, in support mode, support logprobs [E]."""
-    rows = [value for value in values if isinstance(value, list)]
-    if not rows:  # null means NaN or infinite: kept as NaN, which no rule lets through
-        return np.array(values, np.float32), None
-    if len(rows) != len(values):
-        raise ReplyMalformed("output_token_sampling_logprobs mixes numbers and rows")
-    wrong = np.flatnonzero(np.fromiter(map(len, rows), np.int64) != support.counts)
-    if len(wrong):
+def _logprobs(raw: bytes) -> tuple[NDArray[np.int64] | None, NDArray[np.float32]]:
+    """Support mode: counts per row and every logprob. Selected mode: None and one per token."""
+    name = "output_token_sampling_logprobs"
+    if raw[1:].lstrip().startswith(b"["):
+        return float_rows(raw, name)
+    try:  # null means NaN or infinite: kept as NaN, which no rule lets through
+        return None, np.array(_numbers(raw), np.float32)
+    except msgspec.DecodeError as error:
+        raise ReplyMalformed(f"{name}: {error}") from error
+
+
+def _of_sampled(
+    logprobs: NDArray[np.float32],
+    counts: NDArray[np.int64],
+    support: Support,
+    output_ids: NDArray[np.int32],
+) -> NDArray[np.float32]:
+    """[R] The logprob of each sampled id, out of those of its whole support."""
+    if len(wrong := np.flatnonzero(counts != support.counts)):
         t = wrong[0]
         raise LengthMismatch(
-            f"output token {t}: {len(rows[t])} support logprobs for {support.counts[t]} ids"
+            f"output token {t}: {counts[t]} support logprobs for {support.counts[t]} ids"
         )
-    per_id = np.array(list(chain.from_iterable(rows)), np.float32)
-    is_sampled = support.ids == output_ids[support.rows]
-    at, where = np.unique(support.rows[is_sampled], return_index=True)
+    rows = support.rows
+    is_sampled = support.ids == output_ids[rows]
+    at, first = np.unique(rows[is_sampled], return_index=True)
     if len(at) != len(output_ids):
         t = np.setdiff1d(np.arange(len(output_ids)), at)[0]
         raise SampledOutsideSupport(
             f"output token {t}: sampled id {output_ids[t]} is not among the "
             f"{support.counts[t]} ids of its support"
         )
-    return per_id[is_sampled][where], per_id
+    selected: NDArray[np.float32] = logprobs[is_sampled][first]
+    return selected
 
 
 def _full_logprobs(meta: _MetaInfo, output_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:

@@ -199,7 +199,7 @@ def test_missing_weight_version_spans_become_one_span() -> None:
         pytest.param(
             {"output_token_sampling_logprobs": [[-1.25, -0.3], 0.0]},
             errors.ReplyMalformed,
-            "mixes numbers and rows",
+            r"Expected `array`, got `float` - at `\$\[1\]`",
             id="mixed rows",
         ),
         pytest.param(
