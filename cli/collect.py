@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import shlex
+import sys
 from pathlib import Path
 
 import click
 
-from cli.options import echo_json, json_option, override_option, reports_errors
+from cli.interrupts import run_until_interrupted
+from cli.options import (
+    INTERRUPTED,
+    echo_json,
+    json_option,
+    needs_torch,
+    override_option,
+    reports_errors,
+)
 from cli.progress import ProgressReport, no_bars_in_logs
 
 
@@ -24,7 +33,8 @@ from cli.progress import ProgressReport, no_bars_in_logs
 def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Collect rollouts with their supports into a run directory.
 
-    The same command again goes on where it stopped. Every key of CONFIG can be set with -o.
+    The same command again goes on where it stopped. Ctrl-C finishes what is in flight, a second one
+    stops at once. Every key of CONFIG can be set with -o.
 
     \b
     Example:
@@ -36,20 +46,18 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
 
     settings = CollectConfig.load(config, overrides)
     if isinstance(settings.engine, EmbeddedConfig):
-        from cli.options import needs_torch
-
         needs_torch()
     no_bars_in_logs()
+    sys.path.insert(0, "")  # the module of a reward may lie in the current directory
     out = out or Path("runs") / config.stem
     with ProgressReport("collect") as report:
 
         def show(progress: Progress) -> None:
-            lost = progress.failed + progress.rejected
-            done = progress.done + lost
-            note = f"({lost} lost)" if lost else ""
+            note = f"({progress.lost} lost)" if progress.lost else ""
+            done = progress.done + progress.lost
             report.update(done, progress.total, progress.output_tokens, note)
 
-        stats = asyncio.run(collect_run(settings, out, show))
+        stats = run_until_interrupted(lambda stop: collect_run(settings, out, show, stop))
     if as_json:
         echo_json(stats)
     else:
@@ -60,4 +68,7 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
         click.echo(
             f"warning: {stats['duplicate_groups']} prompts have only identical rollouts", err=True
         )
+    if not stats["complete"]:
+        click.echo(f"interrupted; to go on: {shlex.join(['rollout', *sys.argv[1:]])}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
     click.echo(f"next: rollout replay {out} --model {settings.model}", err=True)

@@ -6,7 +6,11 @@ import click
 
 from cli.collect import collect
 from cli.import_ import import_
+from cli.inspect_ import inspect
+from cli.merge import merge
+from cli.repair import repair
 from cli.replay import replay
+from cli.stats import stats
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,4 +32,8 @@ def cli() -> None:
 
 cli.add_command(collect)
 cli.add_command(import_)
+cli.add_command(inspect)
+cli.add_command(merge)
+cli.add_command(repair)
 cli.add_command(replay)
+cli.add_command(stats)

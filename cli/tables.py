@@ -11,26 +11,91 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from replay.report import Report
+    from rollout.repair import Repair
 
 
 def print_stats(stats: Mapping[str, Any]) -> None:
     """The end of a collect."""
-    sizes, latency, session = stats["support_size"], stats["latency_ms"], stats["session"]
-    rows = {
+    _print("collected", _stats_rows(stats))
+
+
+def print_stats_of(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """One column per run, under its name."""
+    columns = [_stats_rows(stats) for stats in runs.values()]
+    table = _table("", *runs)
+    for label in columns[0]:
+        table.add_row(label, *(str(column[label]) for column in columns))
+    _console().print(table)
+
+
+def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Label and text of each line; an empty run has no sizes and no latencies."""
+    sizes, latency, session = stats["support_size"], stats["latency_ms"], stats.get("session")
+    attempts, reward, tokens = stats["attempts"], stats["reward"], stats["output_tokens"]
+    unknown = tokens - sum(stats["weight_versions"].values())
+    versions = stats["weight_versions"] | ({"unknown": unknown} if unknown > 0 else {})
+    speed = {"tokens/s (this session)": f"{session['output_tokens_per_s']:,.0f}"} if session else {}
+    return {
         "rollouts": stats["rollouts"],
-        "output tokens": stats["output_tokens"],
-        "tokens/s (this session)": f"{session['output_tokens_per_s']:,.0f}",
+        "output tokens": tokens,
+        **speed,
         "finish reasons": _counts(stats["finish_reasons"]),
-        "latency p50 / p95 / p99": " / ".join(f"{latency[p]:,.0f} ms" for p in latency),
+        "latency p50 / p95 / p99": " / ".join(f"{latency[p]:,.0f} ms" for p in latency) or "none",
         "support size": f"mean {sizes['mean']:.1f}, median {sizes['median']:.0f}, "
-        f"p99 {sizes['p99']:.0f}, max {sizes['max']}",
-        "singletons": sizes["singletons"],
-        "above top_k (ties)": sizes["above_top_k"],
-        "on disk": f"{stats['bytes_per_token']:.0f} bytes/token",
+        f"p99 {sizes['p99']:.0f}, max {sizes['max']}"
+        if sizes
+        else "none",
+        "singletons": sizes.get("singletons", 0),
+        "above top_k (ties)": sizes.get("above_top_k", 0),
+        "weight versions": ", ".join(f"{n} tokens {v}" for v, n in versions.items()) or "none",
+        "attempts": f"{attempts['total']}, {attempts['retried']} rollouts asked again, "
+        f"at most {attempts['max']} times",
+        "reward": f"mean {reward['mean']:.4g} of {reward['count']}" if reward else "none",
+        "on disk": f"{stats['bytes_per_token']:.0f} bytes/token" if tokens else "no tokens",
         "failed": _counts(stats["failed"]),
         "rejected": _counts(stats["rejected"]),
     }
-    _print("collected", rows)
+
+
+def print_run(view: Mapping[str, Any]) -> None:
+    """What a run is, and its first rollouts."""
+    _print(None, {name: _plain(value) for name, value in view["run"].items()})
+    table = _table("id", "tokens", "finish", "reward", "mean support", "text")
+    for row in view["first"]:
+        table.add_row(
+            _plain(row["rollout_id"]),
+            str(row["output_tokens"]),
+            row["finish_reason"],
+            _or_dash(row["reward"], ".4g"),
+            _or_dash(row["mean_support_size"], ".1f"),
+            "-" if row["text"] is None else repr(row["text"]),
+        )
+    _console().print(table)
+    click.echo(f"{len(view['first'])} of {view['rollouts']} rollouts")
+
+
+def print_rollout(view: Mapping[str, Any]) -> None:
+    """One rollout, a line per output token; token texts are quoted, control characters escaped."""
+    facts = view["rollout"].items()
+    _print(None, {name: _plain(value) for name, value in facts if value is not None})
+    table = _table(
+        "at", "id", "text", "support", "logprob", "kept mass", "likeliest of the support"
+    )
+    for token in view["tokens"]:
+        likeliest = (
+            f"{entry['id']}{_quoted(entry['text'], ' ')} {entry['probability']:.3f}"
+            for entry in token["top"] or ()
+        )
+        table.add_row(
+            str(token["position"]),
+            str(token["id"]),
+            _quoted(token["text"]),
+            "forced" if token["forced"] else str(token["support_size"]),
+            _or_dash(None if token["forced"] else token["sampling_logprob"], ".4f"),
+            _or_dash(token["kept_mass"], ".4f"),
+            ", ".join(likeliest),
+        )
+    _console().print(table)
 
 
 def print_report(report: Report) -> None:
@@ -71,6 +136,21 @@ def print_report(report: Report) -> None:
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
 
 
+def print_repair(done: Repair) -> None:
+    """One line per file that was looked at or written."""
+    for shard in done.shards:
+        words = f"{shard.file}  {shard.action}, {shard.rows} rows"
+        if shard.original is not None:
+            words += f"; {shard.bytes_cut} bytes left out, the whole is {shard.original}"
+        elif shard.bytes_cut:
+            words += f"; {shard.bytes_cut} bytes cut"
+        click.echo(words)
+    for name, size in done.lines_cut.items():
+        click.echo(f"{name}  {size} bytes of a torn last line cut")
+    for name in done.files_written:
+        click.echo(f"{name}  written")
+
+
 def _print(title: str | None, rows: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", box=None, show_header=False)
     for label, value in rows.items():
@@ -78,8 +158,29 @@ def _print(title: str | None, rows: Mapping[str, Any]) -> None:
     _console().print(table)
 
 
+def _table(*headers: str) -> Table:
+    table = Table(box=None)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    return table
+
+
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True, width=120)
+    # texts of tokens and names of files are data: "[b]" and ":smile:" mean themselves
+    return Console(highlight=False, soft_wrap=True, width=120, markup=False, emoji=False)
+
+
+def _plain(value: Any) -> str:
+    """A value that cannot move the cursor of a terminal."""
+    return str(value) if str(value).isprintable() else repr(value)
+
+
+def _quoted(text: str | None, before: str = "") -> str:
+    return "" if text is None else before + repr(text)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _number(numbers: Mapping[str, Any], path: list[str]) -> str:

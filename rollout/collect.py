@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+)
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from rollout.engines.base import Engine
-from rollout.errors import EngineError, GenerationAborted, RolloutError
+from rollout.engines.base import Completion, Engine
+from rollout.errors import GenerationAborted, RolloutError
 from rollout.prompts import Prompt
 from rollout.record import Rollout, make_rollout_id
+from rollout.retry import RetryConfig, pause_s
+from rollout.rules import check_content, check_format
 from rollout.sampling import SamplingParams, canonical_json
 
-LONGEST_PAUSE_S = 30.0
+Reward = Callable[[Rollout], Awaitable[float | None]]
 
 
 class Request(NamedTuple):
@@ -30,6 +39,9 @@ class Request(NamedTuple):
         return make_rollout_id(self.prompt.prompt_id, self.sample_index)
 
 
+Requests = Iterable[Request] | AsyncIterable[Request]
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What became of a request: a rollout, or the error that ended the last attempt."""
@@ -38,6 +50,7 @@ class Outcome:
     rollout: Rollout | None = None
     error: RolloutError | None = None
     attempts: int = 1
+    aborted: tuple[Rollout, ...] = ()  # attempts that the server broke off, with their tokens
     body: bytes | None = None  # the engine's reply, for a rollout that breaks a rule
 
 
@@ -50,73 +63,171 @@ def make_requests(prompts: Iterable[Prompt], rollouts_per_prompt: int) -> Iterat
 
 async def collect(
     engine: Engine,
-    requests: Iterable[Request],
+    requests: Requests,
     params: SamplingParams,
     *,
     seed: int | None = None,
     concurrency: int = 64,
-    attempts: int = 3,
-    pause_s: float = 1.0,
-) -> AsyncIterator[Outcome]:
+    retry: RetryConfig | None = None,
+    reward: Reward | None = None,
+    on_lost: Callable[[Outcome], None] | None = None,
+) -> AsyncGenerator[Rollout, None]:
+    """Yield rollouts in the order in which they finish, without touching a disk::
+
+        async with SGLangEngine(url, vocab_size=49152) as engine:
+            async for rollout in collect(engine, requests, params):
+                ...
+
+    Each follows every rule of docs/format.md. A request that cannot be served goes to `on_lost`;
+    without one, its error is raised. What `collect_outcomes` says of bounds holds here too.
+    """
+    async for outcome in collect_outcomes(
+        engine,
+        requests,
+        params,
+        seed=seed,
+        concurrency=concurrency,
+        retry=retry,
+        reward=reward,
+    ):
+        checked = _judged(outcome)
+        if checked.rollout is not None:
+            yield checked.rollout
+        elif on_lost is not None:
+            on_lost(checked)
+        elif checked.error is not None:
+            raise checked.error
+
+
+def _judged(outcome: Outcome) -> Outcome:
+    """The outcome, with a rollout that breaks a rule turned into its error."""
+    if outcome.rollout is None:
+        return outcome
+    try:
+        check_format(outcome.rollout)
+        check_content(outcome.rollout)
+    except RolloutError as error:
+        return replace(outcome, rollout=None, error=error)
+    return outcome
+
+
+async def collect_outcomes(
+    engine: Engine,
+    requests: Requests,
+    params: SamplingParams,
+    *,
+    seed: int | None = None,
+    concurrency: int = 64,
+    retry: RetryConfig | None = None,
+    reward: Reward | None = None,
+    stop: asyncio.Event | None = None,
+) -> AsyncGenerator[Outcome, None]:
     """Yield one `Outcome` per request, in the order in which they finish.
 
-    A request is tried `attempts` times where asking again can help, after a random pause of at most
-    `pause_s`, twice that the next time. Requests are taken only when a place is free, so an endless
-    source is fine and a slow consumer slows the engine down. Closing the iterator cancels what is
-    in flight.
+    At most `concurrency` requests are in flight and as many outcomes wait for the consumer, so an
+    endless source is fine and a slow consumer slows the engine down. Once `stop` is set no request
+    is taken or tried again; those in flight are finished. Closing the iterator cancels them.
     """
-    source = iter(requests)
-    running: set[asyncio.Task[Outcome]] = set()
-    try:
-        while True:
-            while len(running) < concurrency and (request := next(source, None)) is not None:
-                job = _outcome(
-                    engine, request, _with_seed(params, seed, request), attempts, pause_s
-                )
-                running.add(asyncio.create_task(job))
-            if not running:
+    source, taking = _as_async(requests), asyncio.Lock()
+    stop = stop or asyncio.Event()
+    results: asyncio.Queue[Outcome] = asyncio.Queue(concurrency)
+
+    async def work() -> None:
+        while not stop.is_set():
+            async with taking:
+                request = await anext(source, None)
+            if request is None:
                 return
-            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                yield task.result()
+            asking = _with_seed(params, seed, request)
+            outcome = await _outcome(engine, request, asking, retry or RetryConfig(), reward, stop)
+            if outcome is not None:
+                await results.put(outcome)
+
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    finished = asyncio.gather(*workers)
+    try:
+        while not finished.done() or not results.empty():
+            if results.empty():
+                waiting = asyncio.ensure_future(results.get())
+                either: list[asyncio.Future[Any]] = [waiting, finished]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    waiting.cancel()
+                    continue
+                yield waiting.result()
+            else:
+                yield results.get_nowait()
+        finished.result()  # a bug in an engine or a reward ends the run here
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        finished.cancel()
+        await asyncio.gather(*workers, finished, return_exceptions=True)
+
+
+async def _as_async(requests: Requests) -> AsyncIterator[Request]:
+    if isinstance(requests, AsyncIterable):
+        async for request in requests:
+            yield request
+    else:
+        for request in requests:
+            yield request
 
 
 async def _outcome(
-    engine: Engine, request: Request, params: SamplingParams, attempts: int, pause_s: float
-) -> Outcome:
-    """Ask until there is a rollout, an error that asking again cannot cure, or no attempt left."""
-    attempt = 1
+    engine: Engine,
+    request: Request,
+    params: SamplingParams,
+    retry: RetryConfig,
+    reward: Reward | None,
+    stop: asyncio.Event,
+) -> Outcome | None:
+    """Ask until there is a rollout, or no reason to ask again; None if stopped in between."""
+    start, attempt = time.monotonic(), 1
+    aborted: list[Rollout] = []
     while True:
-        start = time.monotonic()
+        asked = time.monotonic()
         try:
             completion = await engine.generate(request.prompt.ids, params)
+            rollout = _record(request, params, completion, attempt, asked)
             if completion.finish_reason == "abort":
+                aborted.append(rollout)
                 raise GenerationAborted(f"{request.rollout_id}: the server aborted it")
         except RolloutError as error:
-            hopeless = not (isinstance(error, EngineError) and error.retryable)
-            if hopeless or attempt == attempts:
-                return Outcome(request, error=error, attempts=attempt, body=error.body)
+            pause = pause_s(error, attempt, time.monotonic() - start, retry)
+            if pause is None:
+                return Outcome(request, None, error, attempt, tuple(aborted), error.body)
         else:
-            latency_ms = 1000 * (time.monotonic() - start)
-            rollout = completion.to_rollout(
-                prompt_id=request.prompt.prompt_id,
-                sample_index=request.sample_index,
-                prompt_ids=request.prompt.ids,
-                prompt_text=request.prompt.text,
-                params=params,
-                sampling_params=canonical_json(params.to_request()),
-                engine_meta=canonical_json(engine.meta(params)),
-                latency_ms=latency_ms,
-                attempts=attempt,
-            )
-            return Outcome(request, rollout=rollout, attempts=attempt, body=completion.raw)
-        # full jitter, so that many clients do not come back at the same moment
-        await asyncio.sleep(random.uniform(0, min(LONGEST_PAUSE_S, pause_s)))
-        attempt, pause_s = attempt + 1, 2 * pause_s
+            if reward is not None:
+                rollout = replace(rollout, reward=await reward(rollout))
+            return Outcome(request, rollout, None, attempt, tuple(aborted), completion.raw)
+        if await _set_within(stop, pause):
+            return None
+        attempt += 1
+
+
+def _record(
+    request: Request, params: SamplingParams, completion: Completion, attempt: int, asked: float
+) -> Rollout:
+    return completion.to_rollout(
+        prompt_id=request.prompt.prompt_id,
+        sample_index=request.sample_index,
+        prompt_ids=request.prompt.ids,
+        prompt_text=request.prompt.text,
+        params=params,
+        abort=attempt - 1,
+        sampling_params=canonical_json(params.to_request()),
+        latency_ms=1000 * (time.monotonic() - asked),
+        attempts=attempt,
+        extra=canonical_json(request.prompt.extra),
+    )
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for `event`, at most so long; whether it is set."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def rollout_seed(seed: int, rollout_id: str) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rollout.blocks import Block
+from rollout.retry import RetryConfig
 from rollout.sampling import SamplingParams
 
 PathOrId = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -28,6 +29,8 @@ class PromptsConfig(Block):
     format: Literal["chat", "text"] = "chat"
     """chat: a string (one user message) or a list of messages, through the model's chat template;
     text: a string as it is, with the special tokens that the tokenizer itself adds."""
+    keep: list[str] = []
+    """Columns that travel with each rollout, in `extra`: an answer for the reward, say."""
     limit: Positive | None = None
     rollouts_per_prompt: Positive = 1
 
@@ -43,12 +46,19 @@ class EmbeddedConfig(Block):
 
 
 class SGLangConfig(Block):
-    """A running SGLang server."""
+    """One or more running SGLang servers with the same model."""
 
     kind: Literal["sglang"] = "sglang"
-    url: str
-    timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """For one rollout, from request to last byte."""
+    url: str | Annotated[list[str], Field(min_length=1)]
+    """One endpoint, or several to spread over: least in flight first."""
+    prefix_affinity: bool = False
+    """Send prompts that begin alike to the same endpoint, for its prefix cache."""
+    queue_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """What a rollout may wait before its first token..."""
+    slowest_tokens_per_s: Annotated[float, Field(gt=0)] = 2.0
+    """... and the pace after which a server counts as stuck: both give a rollout's timeout."""
+    down_after_s: Annotated[float, Field(gt=0)] = 600.0
+    """The run stops when no endpoint has answered for so long."""
 
 
 EngineConfig = Annotated[EmbeddedConfig | SGLangConfig, Field(discriminator="kind")]
@@ -78,10 +88,14 @@ class CollectConfig(Block):
     """Every rollout gets a seed of its own derived from this; null sends none."""
     concurrency: Positive = 64
     """Rollouts in flight."""
-    attempts: Positive = 3
-    """Times one rollout is asked for where asking again can help."""
-    error_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of rollouts that may fail or be rejected before the run ends with exit code 5."""
+    retry: RetryConfig = RetryConfig()
+    keep_aborted: bool = False
+    """Store attempts that the server broke off, beside the rollout, as {rollout_id}#abort{n}."""
+    reward: str | None = None
+    """module:function that scores each rollout as it is collected."""
+    error_budget: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Rollouts that may fail or be rejected before the run ends with exit code 5: a count (3), or
+    a share (0.01)."""
 
     @model_validator(mode="after")
     def _one_seed_per_rollout(self) -> CollectConfig:

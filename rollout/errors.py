@@ -23,11 +23,14 @@
     │       ├── NonfiniteLogprob · PositiveLogprob · SingletonLogprob
     │       └── SupportTruncated · LogprobsDisagree
     ├── RunLocked                    another process writes this run directory
+    ├── DiskFull                     no space left to write to; what was committed is kept
     ├── PolicyError                  the trainer-side model cannot be used as asked
     ├── EngineError                  the engine cannot be used, or did not answer what was asked
     │   ├── EngineUnreachable        no answer
     │   ├── EngineRefused            HTTP 4xx, with the server's words
-    │   ├── EngineFailed             HTTP 5xx, with the server's words
+    │   ├── EngineBusy               HTTP 429, 502, 503 or 504: later, perhaps
+    │   ├── EngineFailed             any other HTTP 5xx, with the server's words
+    │   ├── EngineDown               no endpoint has answered for too long: the run stops
     │   ├── ReplyMalformed           answered, but not in the documented form
     │   ├── PromptTokenCount         answered for another prompt than the one that was sent
     │   ├── SamplingMaskMissing      answered without the sampling mask
@@ -213,6 +216,12 @@ class RunLocked(RolloutError):
     code = "run_locked"
 
 
+class DiskFull(RolloutError):
+    """No space left, or over a quota; what was committed is kept."""
+
+    code = "disk_full"
+
+
 class PolicyError(RolloutError):
     """The trainer-side model cannot be used as asked."""
 
@@ -223,15 +232,17 @@ class EngineError(RolloutError):
     """The engine cannot be used, or did not answer what was asked."""
 
     code = "engine"
-    #: Whether asking again can help.
-    retryable: ClassVar[bool] = False
+    #: How often one rollout may be asked for if it fails like this; None is as often as configured.
+    max_attempts: ClassVar[int | None] = 1
+    #: Seconds the server asked to wait before the next attempt.
+    retry_after_s: float = 0.0
 
 
 class EngineUnreachable(EngineError):
     """No answer: connection refused, reset or timed out."""
 
     code = "engine_unreachable"
-    retryable = True
+    max_attempts = None
 
 
 class EngineRefused(EngineError):
@@ -240,11 +251,24 @@ class EngineRefused(EngineError):
     code = "engine_refused"
 
 
+class EngineBusy(EngineError):
+    """HTTP 429, 502, 503 or 504: the server, or a proxy before it, cannot serve this now."""
+
+    code = "engine_busy"
+    max_attempts = None
+
+
 class EngineFailed(EngineError):
-    """HTTP 5xx: the server failed on this request."""
+    """Any other HTTP 5xx: the server failed on this request, perhaps by accident."""
 
     code = "engine_failed"
-    retryable = True
+    max_attempts = 2
+
+
+class EngineDown(EngineError):
+    """No endpoint has answered for too long; what was collected is kept."""
+
+    code = "engine_down"
 
 
 class ReplyMalformed(EngineError):
@@ -269,7 +293,7 @@ class GenerationAborted(EngineError):
     """The server ended the generation before it was finished."""
 
     code = "aborted"
-    retryable = True
+    max_attempts = None
 
 
 class OverBudget(RolloutError):

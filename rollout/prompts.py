@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Prompt:
     prompt_id: str
     ids: NDArray[np.int32]  # [P]
     text: str
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the row
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +53,18 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
     """Load, render and tokenise; raises `ConfigError` for what the dataset does not have."""
     tokenizer = load_tokenizer(model)
     rows = _load_dataset(config)
-    if config.column not in rows.column_names:
-        raise ConfigError(
-            f"prompts.column: {config.dataset} has no column {config.column!r}, "
-            f"it has {', '.join(rows.column_names)}"
-        )
+    _check_columns(config, rows.column_names)
     if config.format == "chat" and not tokenizer.chat_template:
         raise ConfigError(
             f"prompts.format: {model!r} has no chat template; set prompts.format=text"
         )
-    column = rows[config.column]
-    chosen = column[: config.limit] if config.limit is not None else column[:]
+    chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
     prompts = tuple(
-        tokenise(value, config.format, tokenizer, str(row)) for row, value in enumerate(chosen)
+        replace(
+            tokenise(row[config.column], config.format, tokenizer, str(index)),
+            extra={name: row[name] for name in config.keep},
+        )
+        for index, row in enumerate(chosen)
     )
     bos = tokenizer.bos_token_id
     return PromptSet(
@@ -73,7 +73,7 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
             "path": config.dataset,
             "split": config.split,
             "rows": len(rows),
-            "fingerprint": _fingerprint(column),
+            "fingerprint": _fingerprint(rows.select_columns([config.column, *config.keep])),
         },
         tokenizer=describe_tokenizer(tokenizer, model),
         vocab_size=vocabulary_size(tokenizer, model),
@@ -148,10 +148,18 @@ def _load_dataset(config: PromptsConfig) -> Any:
         raise ConfigError(f"prompts.dataset: {config.dataset} cannot be loaded: {error}") from error
 
 
-def _fingerprint(column: Any) -> str:
+def _check_columns(config: PromptsConfig, names: list[str]) -> None:
+    for key, name in [("column", config.column), *(("keep", name) for name in config.keep)]:
+        if name not in names:
+            raise ConfigError(
+                f"prompts.{key}: {config.dataset} has no column {name!r}, it has {', '.join(names)}"
+            )
+
+
+def _fingerprint(rows: Any) -> str:
     digest = hashlib.sha256()
-    for value in column:
-        digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 
 

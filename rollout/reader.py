@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from rollout import schema
-from rollout.errors import BadRolloutId, FormatError, NotARun, ShardDamaged, ShardHashMismatch
+from rollout.errors import BadRolloutId, FormatError, NotARun, ShardDamaged
 from rollout.files import read_json, read_lines
 from rollout.record import Rollout
 from rollout.rules import check_format
-from rollout.shard import read_batches
+from rollout.shard import check_sha256, read_batches
+
+
+class Shard(NamedTuple):
+    """A shard as it was when its run was opened."""
+
+    name: str
+    batch_rows: tuple[int, ...]  # rows of each batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,30 +31,38 @@ class Run:
 
     Opening checks every shard's hash (finished shards), schema and encoding; iterating checks the
     format rules of each row and raises the `FormatError` of the first that is broken. Arrays are
-    views of the memory-mapped shards.
+    views of memory-mapped shards. Shards are mapped one after another and no file stays open, so
+    a run may have any number of them.
     """
 
     path: Path
     info: dict[str, Any]  # run.json
-    shards: tuple[tuple[str, list[pa.RecordBatch]], ...]  # file name and batches
+    shards: tuple[Shard, ...]
 
     def __len__(self) -> int:
         """Number of rollouts."""
-        return sum(batch.num_rows for _, batches in self.shards for batch in batches)
+        return sum(sum(shard.batch_rows) for shard in self.shards)
 
     def __iter__(self) -> Iterator[Rollout]:
         seen: set[str] = set()
-        for name, batches in self.shards:
-            for batch in batches:
-                for rollout in schema.from_batch(batch, name):
+        for shard in self.shards:
+            for batch in self._batches(shard):
+                for rollout in schema.from_batch(batch, shard.name):
                     try:
                         check_format(rollout)
                     except FormatError as error:
-                        raise type(error)(f"{name}, {error}") from error
+                        raise type(error)(f"{shard.name}, {error}") from error
                     if rollout.rollout_id in seen:
-                        raise BadRolloutId(f"{name}, {rollout.rollout_id}: stored twice")
+                        raise BadRolloutId(f"{shard.name}, {rollout.rollout_id}: stored twice")
                     seen.add(rollout.rollout_id)
                     yield rollout
+
+    def _batches(self, shard: Shard) -> list[pa.RecordBatch]:
+        """Those that were there at opening; a writer may have added more."""
+        batches = read_batches(self.path / shard.name)[1][: len(shard.batch_rows)]
+        if tuple(batch.num_rows for batch in batches) != shard.batch_rows:
+            raise ShardDamaged(f"{self.path / shard.name}: changed since the run was opened")
+        return batches
 
     @cached_property
     def vocab_size(self) -> int | None:
@@ -66,24 +80,40 @@ def open_run(path: str | Path) -> Run:
     if not path.is_dir():
         raise NotARun(f"{path}: no such directory; `rollout collect` and `rollout import` make one")
     info = read_json(path / schema.RUN_FILE)
-    hashes = {line["file"]: line["sha256"] for line in read_lines(path / schema.MANIFEST_FILE)}
-    state = read_json(path / "state.json")
-    names = sorted({entry["filename"] for entry in state["_data_files"]} | hashes.keys())
-    shards = tuple((name, _read_shard(path / name, hashes.get(name))) for name in names)
-    return Run(path, info, shards)
+    hashes = read_manifest(path)
+    names = sorted({*_state(path / "state.json"), *hashes})
+    return Run(path, info, tuple(_open_shard(path / n, hashes.get(n)) for n in names))
 
 
-def _read_shard(path: Path, sha256: str | None) -> list[pa.RecordBatch]:
-    if not path.exists():
-        raise ShardDamaged(f"{path}: listed in the run directory, but the file is not there")
+def _open_shard(path: Path, sha256: str | None) -> Shard:
     if sha256 is not None:
-        with open(path, "rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
-        if got != sha256:
-            raise ShardHashMismatch(
-                f"{path}: sha256 is {got[:12]}…, the manifest says {sha256[:12]}…; the file was "
-                "changed or cut after it was finished: restore it from where it was copied"
-            )
-    shard_schema, batches = read_batches(path)
-    schema.check_schema(shard_schema, path.name)
-    return batches
+        check_sha256(path, sha256)
+    return Shard(path.name, tuple(batch.num_rows for batch in read_batches(path)[1]))
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """Hash by file name of every finished shard of the run directory `path`."""
+    manifest, hashes = path / schema.MANIFEST_FILE, {}
+    for line in read_lines(manifest):
+        sha256 = line.get("sha256")
+        if not isinstance(sha256, str):
+            raise FormatError(f"{manifest}: sha256 is {sha256!r}, must be a string of hex digits")
+        hashes[_file_name(line, "file", manifest)] = sha256
+    return hashes
+
+
+def _state(path: Path) -> Iterator[str]:
+    """The file name of every shard that its writer has named."""
+    entries = read_json(path).get("_data_files")
+    if not isinstance(entries, list):
+        raise FormatError(f"{path}: _data_files is {entries!r}, must be a list")
+    for entry in entries:
+        yield _file_name(entry, "filename", path)
+
+
+def _file_name(entry: Any, key: str, path: Path) -> str:
+    """The name under `key`; it must stay inside the run directory."""
+    name = entry.get(key) if isinstance(entry, Mapping) else None
+    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+        raise FormatError(f"{path}: {key} is {name!r}, must be the name of a file beside it")
+    return name

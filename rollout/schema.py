@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollout.errors import NullValue, SchemaMismatch, SchemaVersionUnknown
+from rollout.errors import BadOffsets, NullValue, SchemaMismatch, SchemaVersionUnknown
 from rollout.record import Rollout, WeightSpan
 from rollout.support import Support
 
@@ -126,7 +126,7 @@ def check_schema(schema: pa.Schema, where: str) -> None:
 def _schema_version(metadata: bytes, where: str) -> object:
     try:
         return json.loads(metadata)["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SchemaMismatch(f"{where}: its 'rollout' metadata is broken") from error
 
 
@@ -175,20 +175,37 @@ def from_batch(batch: pa.RecordBatch, where: str) -> list[Rollout]:
         column = batch.column(field.name)
         if column.null_count and field.name not in NULLABLE:
             raise NullValue(f"{where}: column {field.name} holds {column.null_count} nulls")
-        if pa.types.is_nested(field.type) and column.values.null_count:
+        if pa.types.is_nested(field.type) and _has_nulls(column.values):
             raise NullValue(f"{where}: the lists of column {field.name} hold nulls")
     rows = {field.name: _values(batch.column(field.name)) for field in FIELDS}
     counts = rows.pop("support_counts")
     ids = rows.pop("support_ids")
     spans = rows.pop("weight_versions")
+    supports = [
+        _support(ids[i], counts[i], f"{where}, {rows['rollout_id'][i]}")
+        for i in range(batch.num_rows)
+    ]
     return [
         Rollout(
-            support=Support.from_counts(ids[i], counts[i]),
+            support=supports[i],
             weight_versions=tuple(WeightSpan(**span) for span in spans[i]),
             **{name: values[i] for name, values in rows.items()},
         )
         for i in range(batch.num_rows)
     ]
+
+
+def _support(ids: NDArray[np.int32], counts: NDArray[np.int32], where: str) -> Support:
+    try:
+        return Support.from_counts(ids, counts)
+    except BadOffsets as error:
+        raise BadOffsets(f"{where}: {error}") from error
+
+
+def _has_nulls(items: pa.Array) -> bool:
+    """Whether an item of a list, or a field of one, is null."""
+    fields = items.flatten() if pa.types.is_struct(items.type) else []
+    return items.null_count > 0 or any(field.null_count for field in fields)
 
 
 def _values(column: pa.Array) -> list[Any]:

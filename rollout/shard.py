@@ -8,6 +8,10 @@ new batch is written behind it first and made visible by overwriting the marker:
     3. [schema][batch 1][batch 2                              ][marker]         fsync
 
 Step 3 is one 8-byte write. Whatever is killed whenever: the file opens, and holds whole batches.
+
+A reader that has mapped the file and not yet reached the marker finds a batch there instead, so the
+batch must lie inside its map: a shard is written into a file that is larger from the start. What is
+behind the marker is a hole, which takes no space, and close() cuts it.
 """
 
 from __future__ import annotations
@@ -19,66 +23,96 @@ from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
-from rollout.errors import ShardDamaged
-from rollout.schema import arrow_schema
+from rollout.compression import check_sizes
+from rollout.errors import ShardDamaged, ShardHashMismatch
+from rollout.files import disk_full_is_an_error, write_at
+from rollout.schema import arrow_schema, check_schema
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+_FILE_MAGIC = b"ARROW1"
+_CHANGED = (
+    "the file was changed or cut after it was written: restore it from where it was copied, or "
+    "see `rollout repair`"
+)
 
 
 class ShardFile:
     """A shard being written. `rows`, `size_bytes` and `sha256` describe what is committed."""
 
-    def __init__(self, path: Path, *, compression: str = "none") -> None:
-        """Create `path` with the schema and no rows; durable when this returns."""
+    def __init__(
+        self, path: Path, *, compression: str = "none", reserved_bytes: int = 2**20
+    ) -> None:
+        """Create `path` with the schema and no rows; durable when this returns.
+
+        The file has `reserved_bytes` until it is closed, or more once more is in it.
+        """
         self.path = path
+        self._reserved_bytes = reserved_bytes
         self.rows = 0
         codec = None if compression == "none" else compression
         self._options = pa.ipc.IpcWriteOptions(compression=codec)
         self._head = _stream([], self._options)
         self._marker_at = len(self._head)
         self._hash = hashlib.sha256(self._head)
-        self._file: BinaryIO = open(path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
-        self._write(0, self._head + END_OF_STREAM)
-        sync_directory(path.parent)
+        with disk_full_is_an_error(path):
+            self._file: BinaryIO = open(path, "w+b", buffering=0)  # noqa: SIM115 - close() does
+            try:
+                write_at(self._file.fileno(), 0, self._head + END_OF_STREAM)
+                self._reserve()
+                sync_directory(path.parent)
+            except OSError:
+                self._file.close()
+                raise
 
     def commit(self, batch: pa.RecordBatch) -> None:
-        """Append `batch`; when this returns it survives a crash, before that it is invisible."""
+        """Append `batch`; when this returns it survives a crash, before that it is invisible.
+
+        When it raises, the shard is what it was before, and a commit can be tried again.
+        """
         message = _stream([batch], self._options)[len(self._head) :]
         first, rest = message[:8], message[8:]
-        self._write(self._marker_at + 8, rest + END_OF_STREAM)
-        self._write(self._marker_at, first)
+        with disk_full_is_an_error(self.path):
+            try:
+                write_at(self._file.fileno(), self._marker_at + 8, rest + END_OF_STREAM)
+                write_at(self._file.fileno(), self._marker_at, first)
+            except OSError:
+                os.pwrite(self._file.fileno(), END_OF_STREAM, self._marker_at)
+                self._file.truncate(self.size_bytes)
+                self._reserve()
+                raise
         self._marker_at += len(message)
         self._hash.update(message)
         self.rows += batch.num_rows
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, its end-of-stream marker included."""
+        """Size of the stream, its end-of-stream marker included; of the file once it is closed."""
         return self._marker_at + len(END_OF_STREAM)
 
     @property
     def sha256(self) -> str:
-        """Hash of the whole file."""
+        """Hash of the whole stream."""
         whole = self._hash.copy()
         whole.update(END_OF_STREAM)
         return whole.hexdigest()
 
     def close(self) -> None:
-        self._file.close()
+        """Cut the file to its stream; closing again does nothing."""
+        if self._file.closed:
+            return
+        with self._file:
+            self._file.truncate(self.size_bytes)
+            os.fsync(self._file.fileno())
+
+    def _reserve(self) -> None:
+        self._file.truncate(max(self._reserved_bytes, self.size_bytes))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write(self, offset: int, data: bytes) -> None:
-        """All of `data` at `offset`, durably."""
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self._file.fileno(), view, offset)
-            view, offset = view[done:], offset + done
-        os.fsync(self._file.fileno())
 
 
 def was_started(path: Path) -> bool:
@@ -88,40 +122,107 @@ def was_started(path: Path) -> bool:
 
 def cut_torn_tail(path: Path) -> None:
     """Remove what an interrupted commit left behind the end-of-stream marker."""
-    with pa.OSFile(str(path)) as source, _opened(source, path) as stream:
-        for _ in _batches(stream, path):
-            pass
-        end = source.tell()
+    _, _, end = _read(path)
     with open(path, "r+b") as file:
         file.truncate(end)
         os.fsync(file.fileno())
 
 
+def check_sha256(path: Path, sha256: str) -> None:
+    """Raise `ShardHashMismatch` unless the file `path` has this hash."""
+    try:
+        with open(path, "rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise _lost(path) from error
+    if got != sha256:
+        raise ShardHashMismatch(
+            f"{path}: sha256 is {got[:12]}…, the manifest says {sha256[:12]}…; the file was "
+            "changed or cut after it was finished: restore it from where it was copied"
+        )
+
+
 def read_batches(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
-    """Schema and batches of a shard, memory-mapped; raises `ShardDamaged`."""
+    """Schema and batches of a shard, all values checked against their types.
+
+    The batches are views of a memory map that lives as long as they do; no file stays open. A
+    writer may be at work: what it committed before the call is there. Raises `ShardDamaged`, and
+    `SchemaMismatch` or `SchemaVersionUnknown` if this is not a shard of this format.
+    """
+    while True:
+        try:
+            size = path.stat().st_size
+            shard_schema, batches, _ = _read(path)
+        except FileNotFoundError as error:
+            raise _lost(path) from error
+        except ShardDamaged:
+            # a commit between mapping the file and reading its marker leads beyond the map
+            if path.stat().st_size <= size:
+                raise
+        else:
+            return shard_schema, batches
+
+
+def _read(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
+    """Schema, batches, and the offset behind the end-of-stream marker."""
     if path.stat().st_size == 0:
         raise ShardDamaged(f"{path}: the file is empty, a shard starts with its schema")
-    with _opened(pa.memory_map(str(path)), path) as stream:
-        return stream.schema, list(_batches(stream, path))
+    with pa.memory_map(str(path)) as file:
+        shard_schema = _read_schema(file, path)
+        batches = []
+        try:
+            while (message := _next_message(file)) is not None:
+                check_sizes(message, str(path))
+                batch = pa.ipc.read_record_batch(message, shard_schema)
+                batch.validate(full=True)
+                batches.append(batch)
+            end = file.tell()
+            file.seek(max(0, end - len(END_OF_STREAM)))
+            is_marked = file.read(len(END_OF_STREAM)) == END_OF_STREAM
+        except pa.ArrowMemoryError:
+            raise  # too little memory says nothing about the shard
+        except (pa.ArrowException, OSError) as error:
+            raise ShardDamaged(
+                f"{path}: the stream breaks off or holds impossible values ({error}); {_CHANGED}"
+            ) from error
+        if not is_marked:
+            # Arrow takes the end of a file for the end of a stream: a cut between two batches
+            raise ShardDamaged(f"{path}: no end-of-stream marker, so it breaks off; {_CHANGED}")
+        return shard_schema, batches, end
 
 
-def _opened(source: Any, path: Path) -> Any:
+def _read_schema(file: Any, path: Path) -> pa.Schema:
     try:
-        return pa.ipc.open_stream(source)
+        message = _next_message(file)
+        if message is None:
+            raise ShardDamaged(f"{path}: not an Arrow IPC stream (no schema)")
+        shard_schema = pa.ipc.read_schema(message)
+        check_schema(shard_schema, str(path))
+    except pa.ArrowMemoryError:
+        raise
     except (pa.ArrowException, OSError) as error:
+        file.seek(0)
+        if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
+            raise ShardDamaged(
+                f"{path}: not an Arrow IPC stream but an Arrow IPC file (with a footer); "
+                "give the shard as it was written, or copy it with pyarrow.ipc.new_stream"
+            ) from error
         raise ShardDamaged(f"{path}: not an Arrow IPC stream ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ShardDamaged(f"{path}: a name in its schema is not UTF-8; {_CHANGED}") from error
+    return shard_schema
 
 
-def _batches(stream: Any, path: Path) -> Any:
+def _next_message(file: Any) -> Any:
+    """The message that `file` stands at; None at the end-of-stream marker or the file's end."""
     try:
-        for batch in stream:
-            batch.validate(full=True)
-            yield batch
-    except (pa.ArrowException, OSError) as error:
-        raise ShardDamaged(
-            f"{path}: the stream breaks off or holds impossible values ({error}); the file was "
-            "changed or cut after it was written: restore it from where it was copied"
-        ) from error
+        return pa.ipc.read_message(file)
+    except EOFError:
+        return None
+
+
+def _lost(path: Path) -> ShardDamaged:
+    return ShardDamaged(f"{path}: listed in the run directory, but the file is not there")
 
 
 def sync_directory(path: Path) -> None:

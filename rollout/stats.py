@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rollout.files import read_lines
 from rollout.reader import Run, open_run
+from rollout.record import Rollout
 from rollout.schema import ERRORS_FILE, REJECTED_FILE
 
 
@@ -32,6 +33,9 @@ def run_stats(path: Path) -> dict[str, Any]:
         "support_size": support_sizes(sizes, limits),
         "bytes_per_token": _shard_bytes(run) / tokens if tokens else None,
         "duplicate_groups": _duplicate_groups(run),
+        "weight_versions": _weight_versions(rollouts),
+        "attempts": _attempts(rollouts),
+        "reward": _reward(rollouts),
         "failed": dict(Counter(line["reason"] for line in read_lines(path / ERRORS_FILE))),
         "rejected": dict(Counter(line["reason"] for line in read_lines(path / REJECTED_FILE))),
     }
@@ -61,6 +65,31 @@ def percentiles(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
+
+
+def _weight_versions(rollouts: list[Rollout]) -> dict[str, int]:
+    """Output tokens by the weights that sampled them; tokens without a span are in none."""
+    tokens: Counter[str] = Counter()
+    for rollout in rollouts:
+        for span in rollout.weight_versions:
+            tokens[span.version] += span.end - span.start
+    return dict(tokens)
+
+
+def _attempts(rollouts: list[Rollout]) -> dict[str, int]:
+    """Times the stored rollouts were asked for; asking again favours what an engine does well."""
+    attempts = [r.attempts for r in rollouts]
+    return {
+        "total": sum(attempts),
+        "max": max(attempts, default=0),
+        "retried": sum(count > 1 for count in attempts),
+    }
+
+
+def _reward(rollouts: list[Rollout]) -> dict[str, Any] | None:
+    """Mean reward of the rollouts that have one; None where none has."""
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    return {"count": len(rewards), "mean": float(np.mean(rewards))} if rewards else None
 
 
 def _shard_bytes(run: Run) -> int:

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from rollout import schema
 from rollout.config import ShardsConfig
-from rollout.errors import BadRolloutId, ConfigChanged, RolloutError, RunLocked
-from rollout.files import append_line, read_json, read_lines, write_json
+from rollout.errors import (
+    BadRolloutId,
+    ConfigChanged,
+    DiskFull,
+    RolloutError,
+    RunLocked,
+    ShardDamaged,
+)
+from rollout.files import append_line, disk_full_is_an_error, read_json, write_json
+from rollout.reader import read_manifest
 from rollout.record import Rollout
 from rollout.rules import check_content, check_format
-from rollout.shard import ShardFile, cut_torn_tail, read_batches, sync_directory, was_started
+from rollout.shard import (
+    ShardFile,
+    check_sha256,
+    cut_torn_tail,
+    read_batches,
+    sync_directory,
+    was_started,
+)
+from rollout.text import make_storable
 
 
 class RunWriter:
@@ -30,6 +49,9 @@ class RunWriter:
     new shard, and `done` holds the ids that are already stored.
 
     Leaving the context commits what is pending, also after an error: it was checked when it came.
+
+    `DiskFull` leaves a directory that can be read, with every rollout that was committed. What was
+    pending stays pending: after room was made, writing can go on, here or in another process.
     """
 
     def __init__(
@@ -47,36 +69,52 @@ class RunWriter:
         self._vocab_size = vocab_size
         self._lock = FileLock(path / ".lock")
         self._shard: ShardFile | None = None
+        self._names: list[str] = []  # of shards, for state.json
         self._next_shard = 0
         self._pending: list[Rollout] = []
         self._pending_bytes = 0
         self._pending_since = 0.0
 
     def __enter__(self) -> Self:
-        self.path.mkdir(parents=True, exist_ok=True)
+        with disk_full_is_an_error(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise RunLocked(
+                    f"{self.path}: another process is writing here; wait, or choose another --out"
+                ) from None
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise RunLocked(
-                f"{self.path}: another process is writing here; wait, or choose another --out"
-            ) from None
-        try:
-            self._claim_directory()
-            self._finish_earlier_shards()
-            if self._next_shard == 0:
-                self._start_shard()  # so that readers can open the run before the first commit
-            self._write_state()
-        except RolloutError:
+            with self._disk_full_says_how_far():
+                self._claim_directory()
+                self._finish_earlier_shards()
+                if self._names:
+                    self._write_state(self._names)
+                else:
+                    self._start_shard()  # so that readers can open the run before the first commit
+        except (RolloutError, OSError):
             self._lock.release()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self.commit()
             if self._shard is not None:
-                self._finish_shard(self._shard)
+                with self._disk_full_says_how_far():
+                    self._finish_shard(self._shard)
+        except DiskFull as full:
+            if error is None:
+                raise
+            error.add_note(str(full))  # the first error is the one to act on
         finally:
+            if self._shard is not None:
+                self._shard.close()
             self._lock.release()
 
     def write(self, rollout: Rollout) -> None:
@@ -84,6 +122,7 @@ class RunWriter:
 
         Durable after the next `commit`, which happens by itself at the limits of `ShardsConfig`.
         """
+        rollout = make_storable(rollout)
         check_format(rollout)
         check_content(rollout, self._vocab_size)
         if rollout.rollout_id in self.done:
@@ -111,25 +150,43 @@ class RunWriter:
         """Make everything written so far durable and visible to readers."""
         if not self._pending:
             return
-        shard = self._shard or self._start_shard()
-        shard.commit(schema.to_batch(self._pending))
-        self._pending, self._pending_bytes = [], 0
-        if shard.size_bytes >= self._config.shard_bytes:
-            self._finish_shard(shard)
-        self._write_state()
+        with self._disk_full_says_how_far():
+            shard = self._shard or self._start_shard()
+            shard.commit(schema.to_batch(self._pending))
+            self._pending, self._pending_bytes = [], 0
+            if shard.size_bytes >= self._config.shard_bytes:
+                self._finish_shard(shard)
+            self._write_state(self._names)
 
     def reject(self, error: RolloutError, body: bytes | None, **about: Any) -> None:
         """Keep a reply that broke a rule: its reason, and the bytes as they came."""
         line = {"reason": error.code, "message": str(error), **about, "created_us": now_us()}
-        append_line(self.path / schema.REJECTED_FILE, line | _as_text(body))
+        with self._disk_full_says_how_far():
+            append_line(self.path / schema.REJECTED_FILE, line | _as_text(body))
 
     def fail(self, error: RolloutError, **about: Any) -> None:
         """Note a rollout that could not be had."""
         line = {"reason": error.code, "message": str(error), **about, "created_us": now_us()}
-        append_line(self.path / schema.ERRORS_FILE, line)
+        with self._disk_full_says_how_far():
+            append_line(self.path / schema.ERRORS_FILE, line)
+
+    @contextmanager
+    def _disk_full_says_how_far(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskFull as error:
+            stored = len(self.done) - len(self._pending)
+            raise DiskFull(
+                f"{self.path}: the disk is full; {stored} rollouts are stored and can be read, "
+                f"{len(self._pending)} more are not; make room and give the same command again, "
+                f"it goes on from there ({error})"
+            ) from error
 
     def _claim_directory(self) -> None:
         path = self.path / schema.RUN_FILE
+        info = self.path / "dataset_info.json"
+        if not info.exists():
+            write_json(info, {"features": schema.hf_features()})
         if path.exists():
             _refuse_difference(read_json(path), self._identity, self.path)
             return
@@ -140,33 +197,51 @@ class RunWriter:
             "writer": f"rollout {version('rollout')}",
         }
         write_json(path, run | self._identity)
-        write_json(self.path / "dataset_info.json", {"features": schema.hf_features()})
         sync_directory(self.path)
 
     def _finish_earlier_shards(self) -> None:
         """Earlier processes' shards: cut torn tails, complete the manifest, learn what is done."""
-        listed = {line["file"] for line in read_lines(self.path / schema.MANIFEST_FILE)}
-        for path in sorted(self.path.glob("shard-*.arrow")):
-            self._next_shard = int(path.stem.removeprefix("shard-")) + 1
-            if not was_started(path):
-                self._next_shard -= 1  # no schema, so never a row: its name is used again
-                continue
-            if path.name not in listed:
+        manifest = read_manifest(self.path)
+        for index, path in _numbered(self.path.glob("shard-*.arrow")):
+            if not was_started(path) and path.name not in manifest:
+                continue  # no schema, so never a row: its name is used again
+            if path.name in manifest:
+                check_sha256(path, manifest[path.name])
+            else:
                 cut_torn_tail(path)
                 self._list_shard(path, hashlib.sha256(path.read_bytes()).hexdigest())
             for batch in read_batches(path)[1]:
                 self.done.update(batch.column("rollout_id").to_pylist())
+            self._names.append(path.name)
+            self._next_shard = index + 1
+        if lost := sorted(manifest.keys() - set(self._names)):
+            raise ShardDamaged(
+                f"{self.path / lost[0]}: listed in the manifest, but the file is not there; "
+                "restore it from where it was copied"
+            )
 
     def _start_shard(self) -> ShardFile:
+        """A new shard, named in state.json before the first row is in it."""
         path = self.path / schema.shard_name(self._next_shard)
-        self._shard = ShardFile(path, compression=self._config.compression)
+        shard = ShardFile(
+            path,
+            compression=self._config.compression,
+            reserved_bytes=self._config.shard_bytes + 2 * self._config.batch_bytes,
+        )
+        try:
+            self._write_state([*self._names, path.name])
+        except (RolloutError, OSError):
+            shard.close()  # nobody has seen it; its name is used again
+            raise
+        self._shard = shard
+        self._names.append(path.name)
         self._next_shard += 1
-        return self._shard
+        return shard
 
     def _finish_shard(self, shard: ShardFile) -> None:
+        self._shard = None  # whatever follows: a shard without its line is only unfinished
         shard.close()
         self._list_shard(shard.path, shard.sha256)
-        self._shard = None
 
     def _list_shard(self, path: Path, sha256: str) -> None:
         batches = read_batches(path)[1]
@@ -180,12 +255,10 @@ class RunWriter:
         }
         append_line(self.path / schema.MANIFEST_FILE, line)
 
-    def _write_state(self) -> None:
+    def _write_state(self, names: Sequence[str]) -> None:
         """What `datasets.load_from_disk` reads; a new fingerprint, or it would serve old caches."""
         state: dict[str, Any] = {
-            "_data_files": [
-                {"filename": schema.shard_name(index)} for index in range(self._next_shard)
-            ],
+            "_data_files": [{"filename": name} for name in names],
             "_fingerprint": uuid.uuid4().hex[:16],
             "_format_columns": None,
             "_format_kwargs": {},
@@ -199,6 +272,12 @@ class RunWriter:
 def now_us() -> int:
     """Microseconds since the epoch."""
     return time.time_ns() // 1000
+
+
+def _numbered(paths: Iterable[Path]) -> list[tuple[int, Path]]:
+    """Shards by number; other files mean nothing."""
+    found = ((re.fullmatch(r"shard-(\d{5,})\.arrow", path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _size(rollout: Rollout) -> int:

@@ -102,9 +102,6 @@ class ScriptedEngine:
     def check(self, params: SamplingParams) -> None:
         params.check_replayable()
 
-    def meta(self, params: SamplingParams) -> dict[str, Any]:
-        return {"engine": "scripted"}
-
     async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
         self.asked.append((prompt_ids.tolist(), params))
         answer = self.answers.pop(0)
@@ -123,5 +120,6 @@ def make_completion(**changes: Any) -> Completion:
         support_logprobs=None,
         finish_reason="stop",
         text="ok",
+        engine_meta={"engine": "scripted"},
     )
     return replace(plain, **changes)

@@ -10,9 +10,17 @@ import pytest
 from builders import ScriptedEngine, make_completion
 
 from rollout import errors
-from rollout.collect import Outcome, collect, make_requests, rollout_seed
+from rollout.collect import (
+    Outcome,
+    Request,
+    collect,
+    collect_outcomes,
+    make_requests,
+    rollout_seed,
+)
 from rollout.engines.base import Completion
 from rollout.prompts import Prompt
+from rollout.retry import RetryConfig
 from rollout.sampling import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5, top_k=4, max_new_tokens=2)
@@ -22,12 +30,15 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(str(i), np.array([i + 1], np.int32), f"p{i}") for i in range(count)]
 
 
+def retry(attempts: int) -> RetryConfig:
+    return RetryConfig(attempts=attempts, first_pause_s=0.0)
+
+
 def run(engine: Any, num_prompts: int, per_prompt: int = 1, **options: Any) -> list[Outcome]:
     async def gather() -> list[Outcome]:
         requests = make_requests(prompts(num_prompts), per_prompt)
-        return [
-            outcome async for outcome in collect(engine, requests, PARAMS, pause_s=0, **options)
-        ]
+        outcomes = collect_outcomes(engine, requests, PARAMS, **({"retry": retry(3)} | options))
+        return [outcome async for outcome in outcomes]
 
     return asyncio.run(gather())
 
@@ -44,11 +55,11 @@ def test_a_completion_becomes_a_rollout() -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [errors.EngineUnreachable("gone"), errors.EngineFailed("503"), errors.GenerationAborted("x")],
+    [errors.EngineUnreachable("gone"), errors.EngineBusy("503"), errors.GenerationAborted("x")],
     ids=lambda error: error.code,
 )
 def test_what_can_help_is_tried_again(failure: errors.EngineError) -> None:
-    (outcome,) = run(ScriptedEngine(failure, failure, make_completion()), 1, attempts=3)
+    (outcome,) = run(ScriptedEngine(failure, failure, make_completion()), 1)
     assert outcome.rollout is not None
     assert (outcome.attempts, outcome.rollout.attempts) == (3, 3)
 
@@ -60,10 +71,16 @@ def test_a_running_abort_is_tried_again() -> None:
 
 
 def test_the_last_attempt_gives_up_with_its_error() -> None:
-    engine = ScriptedEngine(*[errors.EngineFailed("503")] * 3)
-    (outcome,) = run(engine, 1, attempts=2)
+    engine = ScriptedEngine(*[errors.EngineBusy("503")] * 5)
+    (outcome,) = run(engine, 1, retry=retry(4))
+    assert (type(outcome.error), outcome.attempts) == (errors.EngineBusy, 4)
+    assert len(engine.asked) == 4
+
+
+def test_a_server_error_is_tried_once_more() -> None:
+    engine = ScriptedEngine(*[errors.EngineFailed("500")] * 5)
+    (outcome,) = run(engine, 1, retry=retry(5))
     assert (type(outcome.error), outcome.attempts) == (errors.EngineFailed, 2)
-    assert len(engine.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -78,7 +95,7 @@ def test_the_last_attempt_gives_up_with_its_error() -> None:
 )
 def test_what_cannot_help_is_asked_once(failure: errors.RolloutError) -> None:
     engine = ScriptedEngine(failure)
-    (outcome,) = run(engine, 1, attempts=5)
+    (outcome,) = run(engine, 1, retry=retry(5))
     assert (outcome.error, len(engine.asked)) == (failure, 1)
 
 
@@ -107,10 +124,11 @@ def test_without_a_seed_none_is_sent() -> None:
 class CountingEngine(ScriptedEngine):
     """Remembers how many calls were ever in flight."""
 
-    in_flight = most = 0
+    in_flight = most = calls = 0
 
     async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
         self.in_flight += 1
+        self.calls += 1
         self.most = max(self.most, self.in_flight)
         try:
             await asyncio.sleep(0.001 * (prompt_ids[0] % 3))
@@ -136,10 +154,119 @@ def test_closing_early_cancels_what_is_in_flight_and_takes_no_more() -> None:
                 taken.append(request)
                 yield request
 
-        stream = collect(engine, source(), PARAMS, concurrency=3)
+        stream = collect_outcomes(engine, source(), PARAMS, concurrency=3)
         await anext(stream)
         await stream.aclose()
 
     asyncio.run(first_only())
     assert engine.in_flight == 0
-    assert len(taken) <= 6
+    assert len(taken) <= 10, "three in flight, three waiting, few more"
+
+
+def test_a_slow_consumer_slows_the_engine_down() -> None:
+    engine = CountingEngine()
+
+    async def slow() -> int:
+        stream = collect_outcomes(engine, make_requests(prompts(100), 1), PARAMS, concurrency=2)
+        await anext(stream)
+        await asyncio.sleep(0.1)
+        asked = engine.calls
+        await stream.aclose()
+        return asked
+
+    assert asyncio.run(slow()) <= 6, "two waiting, two that cannot hand over, and the first"
+
+
+def test_prompts_may_come_from_an_async_source() -> None:
+    engine = CountingEngine()
+
+    async def source() -> Any:
+        for request in make_requests(prompts(5), 2):
+            await asyncio.sleep(0)
+            yield request
+
+    async def gather() -> list[str]:
+        stream = collect_outcomes(engine, source(), PARAMS, concurrency=3)
+        return [outcome.request.rollout_id async for outcome in stream]
+
+    assert sorted(asyncio.run(gather())) == [f"{p}:{i}" for p in range(5) for i in range(2)]
+
+
+def test_stopping_finishes_what_is_in_flight() -> None:
+    engine = CountingEngine()
+
+    async def stopped() -> list[Outcome]:
+        stop = asyncio.Event()
+        requests = make_requests(prompts(100), 1)
+        outcomes = []
+        async for outcome in collect_outcomes(engine, requests, PARAMS, concurrency=4, stop=stop):
+            outcomes.append(outcome)
+            stop.set()
+        return outcomes
+
+    outcomes = asyncio.run(stopped())
+    assert 4 <= len(outcomes) <= 12
+    assert all(outcome.rollout is not None for outcome in outcomes)
+
+
+def test_stopping_does_not_wait_for_a_pause() -> None:
+    engine = ScriptedEngine(*[errors.EngineBusy("503")] * 9)
+
+    async def stopped() -> list[Outcome]:
+        stop = asyncio.Event()
+        patient = RetryConfig(first_pause_s=1000.0, longest_pause_s=1000.0)
+        asyncio.get_running_loop().call_later(0.05, stop.set)
+        requests = make_requests(prompts(1), 1)
+        outcomes = collect_outcomes(engine, requests, PARAMS, retry=patient, stop=stop)
+        return [outcome async for outcome in outcomes]
+
+    assert asyncio.run(asyncio.wait_for(stopped(), 5)) == [], "not done, so the next run asks again"
+
+
+def test_aborted_attempts_come_with_the_outcome() -> None:
+    aborted = make_completion(finish_reason="abort")
+    (outcome,) = run(ScriptedEngine(aborted, aborted, make_completion()), 1)
+    assert [r.rollout_id for r in outcome.aborted] == ["0:0#abort0", "0:0#abort1"]
+    assert outcome.rollout is not None and outcome.rollout.rollout_id == "0:0"
+
+
+def test_rewards_are_part_of_the_rollout() -> None:
+    async def reward(rollout: Any) -> float:
+        return float(len(rollout.output_ids))
+
+    (outcome,) = run(ScriptedEngine(make_completion()), 1, reward=reward)
+    assert outcome.rollout is not None and outcome.rollout.reward == 2.0
+
+
+def collected(engine: Any, **options: Any) -> list[str]:
+    async def gather() -> list[str]:
+        requests = [Request(prompt, 0) for prompt in prompts(2)]
+        stream = collect(engine, requests, PARAMS, retry=retry(1), concurrency=1, **options)
+        return [rollout.rollout_id async for rollout in stream]
+
+    return asyncio.run(gather())
+
+
+def test_a_trainer_gets_rollouts_and_never_touches_a_disk() -> None:
+    assert collected(ScriptedEngine(make_completion(), make_completion())) == ["0:0", "1:0"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        pytest.param(errors.EngineRefused("400"), errors.EngineRefused, id="engine error"),
+        pytest.param(
+            make_completion(output_ids=np.array([4, 2], np.int32)),
+            errors.SampledOutsideSupport,
+            id="broken rule",
+        ),
+    ],
+)
+def test_a_trainer_hears_of_what_is_lost_or_is_stopped_by_it(
+    answer: Any, error: type[errors.RolloutError]
+) -> None:
+    lost: list[Outcome] = []
+    assert collected(ScriptedEngine(answer, make_completion()), on_lost=lost.append) == ["1:0"]
+    assert [type(outcome.error) for outcome in lost] == [error]
+    with pytest.raises(error):
+        collected(ScriptedEngine(answer, make_completion()))

@@ -72,6 +72,17 @@ def test_readers_see_whole_batches_at_every_step_of_a_commit(
     assert datasets.Dataset.from_file(str(path))["prompt_id"][:] == ["a", "b", "c"]
 
 
+def test_a_map_from_before_a_commit_holds_what_is_committed(tmp_path: Path) -> None:
+    """A reader, `datasets` for one, may come to the marker long after it mapped the file."""
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            shard.commit(batch("a"))
+            assert stream.read_all()["prompt_id"].to_pylist() == ["a"]
+        assert path.stat().st_blocks * 512 < 2 * shard.size_bytes  # the rest is a hole
+    assert path.stat().st_size == shard.size_bytes
+
+
 def test_a_torn_tail_is_invisible_and_can_be_cut(tmp_path: Path) -> None:
     path = tmp_path / "s.arrow"
     with ShardFile(path) as shard:

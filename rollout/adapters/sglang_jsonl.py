@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,14 @@ def parse_line(line: bytes, default_id: str) -> Rollout:
             "the reply has no prompt_token_ids; record with return_prompt_token_ids: true"
         )
     params = recorded_params(parsed.sampling_params)
-    return completion(parsed.response, None).to_rollout(
+    completed = completion(parsed.response, None)
+    return replace(completed, engine_meta={"engine": "sglang", "source": "import"}).to_rollout(
         prompt_id=parsed.rid or default_id,
         sample_index=0,
         prompt_ids=ids_array(parsed.response.prompt_token_ids, "prompt_token_ids"),
         prompt_text=parsed.prompt,
         params=params,
         sampling_params=canonical_json(parsed.sampling_params),
-        engine_meta=canonical_json({"engine": "sglang", "source": "import"}),
     )
 
 

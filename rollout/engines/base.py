@@ -11,13 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.record import Rollout, WeightSpan, make_rollout_id
-from rollout.sampling import SamplingParams
+from rollout.sampling import SamplingParams, canonical_json
 from rollout.support import Support
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Completion:
-    """What an engine sampled for one prompt; arrays marked [R] have one entry per output token."""
+    """What an engine sampled for one prompt; arrays marked [R] have one entry per output token.
+
+    `engine_meta` has the keys of docs/format.md: engine, version, sampling_backend, filter_order,
+    tie_policy, fp32_head, deterministic, support_source, endpoint; what is not known is left out.
+    """
 
     output_ids: NDArray[np.int32]  # [R], the matched stop token included
     support: Support  # R rows, the engine's order
@@ -28,6 +32,7 @@ class Completion:
     stop_match: str | None = None
     weight_versions: tuple[WeightSpan, ...] = ()
     text: str | None = None
+    engine_meta: dict[str, Any] = field(default_factory=dict)  # how the engine samples
     raw: bytes | None = None  # the reply as it came, kept only until the rollout is stored
 
     def to_rollout(
@@ -43,7 +48,7 @@ class Completion:
         """The record of this completion; every token of it was sampled, so every token counts.
 
         An aborted one gets an id of its own, the abort-th of its rollout. `about` are further
-        fields of `Rollout`: `sampling_params`, `engine_meta` and optional ones.
+        fields of `Rollout`: `sampling_params` and optional ones.
         """
         sampler = params.sampler
         return Rollout(
@@ -68,6 +73,7 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_match=self.stop_match,
             weight_versions=self.weight_versions,
+            engine_meta=canonical_json(self.engine_meta),
             output_text=self.text,
             created_us=time.time_ns() // 1000,
             **about,
@@ -108,11 +114,6 @@ class Engine(Protocol):
 
     def check(self, params: SamplingParams) -> None:
         """Raise `NotReplayable` or `ConfigError` for settings this engine cannot serve."""
-        ...
-
-    def meta(self, params: SamplingParams) -> dict[str, Any]:
-        """`engine_meta` of rollouts sampled with `params`: engine, version, sampling backend,
-        filter order, tie policy, fp32 head, deterministic, support source."""
         ...
 
     async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:

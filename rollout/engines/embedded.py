@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -122,6 +122,7 @@ class EmbeddedEngine:
                 )
 
     def meta(self, params: SamplingParams) -> dict[str, Any]:
+        """How rollouts with `params` are sampled, as their `engine_meta` says it."""
         return {
             "engine": "embedded",
             "version": transformers.__version__,
@@ -143,7 +144,7 @@ class EmbeddedEngine:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(prompt_ids.tolist(), params, max_output, future))
         self._arrived.set()
-        return await future
+        return replace(await future, engine_meta=self.meta(params))
 
     def _entered(self) -> _Decoder:
         assert self._decoder is not None, "to be used inside `async with EmbeddedEngine(...)`"

@@ -36,10 +36,12 @@ def id_rows(raw: bytes, where: str) -> tuple[NDArray[np.int64], NDArray[np.int32
     return counts, ids_array(values, where)
 
 
-def float_rows(raw: bytes, where: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def float_rows(
+    raw: bytes, where: str, dtype: type[np.floating] = np.float32
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Counts per row and all numbers; null, which stands for NaN and infinities, becomes NaN."""
     counts, values = _rows(raw, _flat_floats, _float_rows, where)
-    return counts, np.array(values, np.float32)
+    return counts, np.array(values, dtype)
 
 
 def _rows(raw: bytes, flat: Any, nested: Any, where: str) -> tuple[NDArray[np.int64], list[Any]]:

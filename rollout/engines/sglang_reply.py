@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollout.engines.base import Completion
 from rollout.engines.json_rows import float_rows, id_rows, ids_array
 from rollout.errors import (
+    EngineBusy,
     EngineFailed,
     EngineRefused,
     GenerationAborted,
@@ -25,6 +26,8 @@ from rollout.errors import (
 )
 from rollout.record import WeightSpan
 from rollout.support import Support
+
+BUSY = {429, 502, 503, 504}
 
 MASK_MISSING = (
     "the reply has no sampling mask although one was asked for. Likely causes: a router in front "
@@ -55,11 +58,11 @@ class _MetaInfo(msgspec.Struct):
     completion_tokens: int | None = None
     weight_version: str | None = None
     weight_versions: list[_Span] | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     # most of the bytes: decoded as flat rows by json_rows
     output_token_sampling_mask: msgspec.Raw = _ABSENT
     # selected mode: one number per token; support mode: one row per token
     output_token_sampling_logprobs: msgspec.Raw = _ABSENT
+    output_token_logprobs: msgspec.Raw = _ABSENT  # [logprob, id, null] per token
     output_token_sampling_mask_length: int | None = None
 
 
@@ -80,11 +83,14 @@ _mask_or_null = msgspec.json.Decoder(list[list[int] | None]).decode
 def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = None) -> Completion:
     """Turn one reply into a `Completion`, or raise what is wrong with it.
 
-    Raises `EngineRefused` (4xx) and `EngineFailed` (5xx) with the server's words, `ReplyMalformed`,
+    Raises `EngineBusy`, `EngineRefused` (4xx) and `EngineFailed` (5xx) with the server's words,
+    `ReplyMalformed`,
     `SamplingMaskMissing`, `GenerationAborted` (ended before the sampler ran), `PromptTokenCount`
     (needs `prompt_ids`, those that were sent), `LengthMismatch`, and `SampledOutsideSupport` where
     no logprob of the sampled id can be read. What else a rollout must fulfil, rules.py checks.
     """
+    if status in BUSY:
+        raise EngineBusy(f"HTTP {status}: {error_words(body)}")
     if 400 <= status < 500:
         raise EngineRefused(f"HTTP {status}: {error_words(body)}")
     if status != 200:
@@ -119,7 +125,7 @@ def completion(
         output_ids=output_ids,
         support=support,
         sampling_logprobs=selected,
-        full_logprobs=_full_logprobs(meta, output_ids),
+        full_logprobs=_full_logprobs(bytes(meta.output_token_logprobs), output_ids),
         support_logprobs=per_id,
         finish_reason=reason.type,
         stop_match=None if reason.matched is None else str(reason.matched),
@@ -215,12 +221,16 @@ def _of_sampled(
     return selected
 
 
-def _full_logprobs(meta: _MetaInfo, output_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
-    if meta.output_token_logprobs is None:
+def _full_logprobs(raw: bytes, output_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
+    if raw == b"null":
         return None
-    if [entry[1] for entry in meta.output_token_logprobs] != output_ids.tolist():
-        raise LengthMismatch("output_token_logprobs are for other tokens than output_ids")
-    return np.array([entry[0] for entry in meta.output_token_logprobs], np.float32)
+    name = "output_token_logprobs"
+    counts, values = float_rows(raw, name, np.float64)  # wide enough for ids
+    if not (counts == 3).all():
+        raise ReplyMalformed(f"{name}: must hold [logprob, id, null] per token")
+    if values[1::3].tolist() != output_ids.tolist():
+        raise LengthMismatch(f"{name} are for other tokens than output_ids")
+    return values[0::3].astype(np.float32)
 
 
 def _spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[WeightSpan, ...]:

@@ -153,7 +153,7 @@ def test_a_server_that_drops_the_mask_fails_before_any_prompt() -> None:
 def test_the_reply_stays_with_the_error() -> None:
     answers = iter([good_reply, lambda request: web.Response(status=503, text="queue is full")])
 
-    with pytest.raises(errors.EngineFailed, match="HTTP 503: queue is full") as caught:
+    with pytest.raises(errors.EngineBusy, match="HTTP 503: queue is full") as caught:
         ask(lambda request: next(answers)(request), [5])
     assert caught.value.body == b"queue is full"
 

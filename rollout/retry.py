@@ -1,0 +1,45 @@
+"""When to ask again, and how long to wait before."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated
+
+from pydantic import Field
+
+from rollout.blocks import Block
+from rollout.errors import EngineError, RolloutError
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RetryConfig(Block):
+    """Retries of one rollout. Only what can get better is tried again: no answer, a busy server,
+    an aborted generation; a failed one once. A refusal never is."""
+
+    attempts: Annotated[int, Field(ge=1)] = 6
+    first_pause_s: Seconds = 0.5
+    """Doubled after every attempt."""
+    longest_pause_s: Seconds = 30.0
+    budget_s: Seconds = 3600.0
+    """No attempt starts later than this after the first."""
+
+
+def pause_s(
+    error: RolloutError, attempt: int, elapsed_s: float, config: RetryConfig
+) -> float | None:
+    """Seconds to wait after the attempt-th attempt (from 1) failed with `error`; None to give up.
+
+    The pause is drawn from the whole range up to its bound, so that many clients do not come back
+    at the same moment; a server's Retry-After is its least.
+    """
+    if not isinstance(error, EngineError):
+        return None
+    limit = config.attempts
+    if error.max_attempts is not None:
+        limit = min(limit, error.max_attempts)
+    if attempt >= limit:
+        return None
+    bound = min(config.longest_pause_s, config.first_pause_s * 2 ** (attempt - 1))
+    pause = max(error.retry_after_s, random.uniform(0, bound))
+    return pause if elapsed_s + pause <= config.budget_s else None

@@ -1,0 +1,45 @@
+"""Which errors are tried again, how often, and after which pause."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout import errors
+from rollout.retry import RetryConfig, pause_s
+
+CONFIG = RetryConfig(attempts=4, first_pause_s=1.0, longest_pause_s=3.0, budget_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        pytest.param(errors.EngineUnreachable("x"), 4, id="no answer"),
+        pytest.param(errors.EngineBusy("x"), 4, id="busy"),
+        pytest.param(errors.GenerationAborted("x"), 4, id="aborted"),
+        pytest.param(errors.EngineFailed("x"), 2, id="server error"),
+        pytest.param(errors.EngineRefused("x"), 1, id="refused"),
+        pytest.param(errors.SamplingMaskMissing("x"), 1, id="no mask"),
+        pytest.param(errors.ReplyMalformed("x"), 1, id="malformed"),
+        pytest.param(errors.LengthMismatch("x"), 1, id="broken rule"),
+        pytest.param(errors.EngineDown("x"), 1, id="down"),
+    ],
+)
+def test_attempts_by_kind_of_error(error: errors.RolloutError, attempts: int) -> None:
+    made = 1
+    while pause_s(error, made, 0.0, CONFIG) is not None:
+        made += 1
+    assert made == attempts
+
+
+@pytest.mark.parametrize(("attempt", "bound"), [(1, 1.0), (2, 2.0), (3, 3.0)], ids=str)
+def test_pauses_are_drawn_up_to_a_bound_that_doubles(attempt: int, bound: float) -> None:
+    pauses = [pause_s(errors.EngineBusy("x"), attempt, 0.0, CONFIG) or 0.0 for _ in range(300)]
+    assert max(pauses) <= bound
+    assert max(pauses) > 0.8 * bound and min(pauses) < 0.2 * bound
+
+
+def test_a_server_that_names_a_time_is_not_asked_before() -> None:
+    busy = errors.EngineBusy("x")
+    busy.retry_after_s = 20.0
+    assert pause_s(busy, 1, 0.0, CONFIG) == 20.0
+    assert pause_s(busy, 1, 81.0, CONFIG) is None, "over the total budget"
