@@ -47,7 +47,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu and not stress"
 
 test: install model
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not gpu"

@@ -47,7 +47,7 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
     settings = CollectConfig.load(config, overrides)
     if isinstance(settings.engine, EmbeddedConfig):
         needs_torch()
-    no_bars_in_logs()
+    no_bars_in_logs("datasets", "transformers")
     sys.path.insert(0, "")  # the module of a reward may lie in the current directory
     out = out or Path("runs") / config.stem
     with ProgressReport("collect") as report:

@@ -25,7 +25,7 @@ def cli() -> None:
       2    usage: an option, a config key or a model that cannot be used
       3    data: a run or a line that breaks the format, or nothing in it
       4    engine: unreachable, or it does not return the sampling mask
-      5    collect: more failures than the error budget allows
+      5    stopped early: more failures than the error budget allows, or a full disk
       130  interrupted
     """
 

@@ -9,7 +9,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
-from rollout.errors import ConfigError, DataError, EngineError, OverBudget, RolloutError
+from rollout.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    EngineError,
+    OverBudget,
+    RolloutError,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +43,7 @@ def exit_code(error: RolloutError) -> int:
             return 3
         case EngineError():
             return 4
-        case OverBudget():
+        case OverBudget() | DiskFull():
             return 5
         case _:
             return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from types import TracebackType
 from typing import Self
@@ -13,15 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 LINE_EVERY_S = 10.0
 
 
-def no_bars_in_logs() -> None:
+def no_bars_in_logs(*libraries: str) -> None:
     """Where stderr is no terminal, keep the bars of the libraries we call out of it."""
     if Console(stderr=True).is_terminal:
         return
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    for name in libraries:
+        importlib.import_module(f"{name}.utils.logging").disable_progress_bar()
 
 
 class ProgressReport:

@@ -55,7 +55,7 @@ def replay(
     settings = apply_overrides(settings, overrides)
     settings |= {name: value for name, value in flags.items() if value is not None}
     checked = ReplayConfig.build(settings, str(config or "replay"))
-    no_bars_in_logs()
+    no_bars_in_logs("transformers")
     with ProgressReport("replay") as progress:
         report, folder = replay_run(run, model, checked, progress.update)
     click.echo(f"report: {folder}", err=True)

@@ -34,11 +34,14 @@ def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
     attempts, reward, tokens = stats["attempts"], stats["reward"], stats["output_tokens"]
     unknown = tokens - sum(stats["weight_versions"].values())
     versions = stats["weight_versions"] | ({"unknown": unknown} if unknown > 0 else {})
-    speed = {"tokens/s (this session)": f"{session['output_tokens_per_s']:,.0f}"} if session else {}
+    of_session = {}
+    if session:
+        of_session["tokens/s (this session)"] = f"{session['output_tokens_per_s']:,.0f}"
+        of_session["retried (this session)"] = _counts(session.get("retried", {}))
     return {
         "rollouts": stats["rollouts"],
         "output tokens": tokens,
-        **speed,
+        **of_session,
         "finish reasons": _counts(stats["finish_reasons"]),
         "latency p50 / p95 / p99": " / ".join(f"{latency[p]:,.0f} ms" for p in latency) or "none",
         "support size": f"mean {sizes['mean']:.1f}, median {sizes['median']:.0f}, "

@@ -1,39 +1,25 @@
 """Annotations: scores that come after collecting, beside the shards, by rollout id.
 
 `annotations.arrow` is one Arrow IPC stream, replaced as a whole: rollout_id string, reward float64
-(may be null), extra string (may be null; a JSON object). Finished shards never change.
+(may be null), extra string (may be null; a JSON object). Shards never change; readers join.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 
-from rollout.errors import (
-    BadRolloutId,
-    BadValue,
-    NullValue,
-    RunLocked,
-    SchemaMismatch,
-    ShardDamaged,
-)
-from rollout.files import disk_full_is_an_error
-from rollout.reader import open_run
+from rollout.errors import BadRolloutId, BadValue, NullValue, SchemaMismatch, ShardDamaged
+from rollout.files import replace_file
 from rollout.record import Rollout
 from rollout.sampling import canonical_json
-from rollout.shard import END_OF_STREAM, sync_directory
-
-ANNOTATIONS_FILE = "annotations.arrow"
-LOCK_TIMEOUT_S = 30.0
+from rollout.schema import ANNOTATIONS_FILE
+from rollout.shard import END_OF_STREAM
 
 FIELDS = pa.schema(
     [
@@ -50,35 +36,6 @@ class Annotation:
 
     reward: float | None = None
     extra: str | None = None  # canonical JSON object
-
-
-def annotate(
-    path: str | Path,
-    rewards: Mapping[str, float],
-    *,
-    extra: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Annotation]:
-    """Store rewards, and keys for `extra`, by rollout id; returns all annotations of the run.
-
-    Later values win: a reward over an earlier one, a key of `extra` over the same key. A collect
-    may be at work in the directory. Raises `BadRolloutId` for ids that are not in the run and
-    `BadValue` for a reward that is not finite, and then stores nothing.
-    """
-    path = Path(path)
-    extra = extra or {}
-    _check_rewards(path, rewards)
-    _check_ids(path, rewards.keys() | extra.keys())
-    with _locked(path):
-        annotations = read_annotations(path)
-        for rollout_id in rewards.keys() | extra.keys():
-            new = Annotation(
-                reward=float(rewards[rollout_id]) if rollout_id in rewards else None,
-                extra=canonical_json(dict(extra[rollout_id])) if rollout_id in extra else None,
-            )
-            before = annotations.get(rollout_id, Annotation())
-            annotations[rollout_id] = _later(before, new, f"{path}, {rollout_id}")
-        write_annotations(path, annotations)
-    return annotations
 
 
 def read_annotations(path: str | Path) -> dict[str, Annotation]:
@@ -114,7 +71,7 @@ def with_annotations(
             yield rollout
             continue
         before = Annotation(rollout.reward, rollout.extra)
-        now = _later(before, later, rollout.rollout_id)
+        now = both(before, later, rollout.rollout_id)
         assert now.extra is not None, "the shard's is always there"
         yield replace(rollout, reward=now.reward, extra=now.extra)
 
@@ -133,38 +90,15 @@ def write_annotations(path: Path, annotations: Mapping[str, Annotation]) -> None
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, FIELDS) as stream:
         stream.write_batch(batch)
-    temporary = path / f".{ANNOTATIONS_FILE}.tmp"
-    with disk_full_is_an_error(path / ANNOTATIONS_FILE):
-        with open(temporary, "wb") as file:
-            file.write(sink.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path / ANNOTATIONS_FILE)
-        sync_directory(path)
+    replace_file(path / ANNOTATIONS_FILE, sink.getvalue().to_pybytes())
 
 
-def _later(before: Annotation, after: Annotation, where: str) -> Annotation:
-    """Both, `after` where they differ; `extra` key by key."""
+def both(before: Annotation, after: Annotation, where: str) -> Annotation:
+    """What both say, `after` where they differ; `extra` key by key."""
     extra = before.extra
     if after.extra is not None:
         extra = canonical_json(_object(before.extra or "{}", where) | _object(after.extra, where))
     return Annotation(before.reward if after.reward is None else after.reward, extra)
-
-
-def _check_rewards(path: Path, rewards: Mapping[str, float]) -> None:
-    for rollout_id, reward in rewards.items():
-        if not math.isfinite(reward):
-            raise BadValue(f"{path}, {rollout_id}: reward is {reward}, must be finite")
-
-
-def _check_ids(path: Path, wanted: set[str]) -> None:
-    unknown = sorted(wanted - {rollout.rollout_id for rollout in open_run(path)})
-    if unknown:
-        raise BadRolloutId(
-            f"{path}, {unknown[0]}: no such rollout in this run "
-            f"({len(unknown)} of {len(wanted)} ids are unknown); nothing was stored. "
-            f"`rollout inspect {path}` lists its ids"
-        )
 
 
 def _object(extra: str, where: str) -> dict[str, Any]:
@@ -193,19 +127,3 @@ def _read_table(file: Path) -> pa.Table:
 
 def _columns(found: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in found)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """A lock of its own: scores may come while a collect holds the run's."""
-    lock = FileLock(path / ".annotations.lock")
-    try:
-        lock.acquire(timeout=LOCK_TIMEOUT_S)
-    except Timeout:
-        raise RunLocked(
-            f"{path}: another process has been annotating for {LOCK_TIMEOUT_S:.0f} s; wait for it"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

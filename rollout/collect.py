@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rollout.engines.base import Completion, Engine
-from rollout.errors import GenerationAborted, RolloutError
+from rollout.errors import EngineError, GenerationAborted, RolloutError
 from rollout.prompts import Prompt
 from rollout.record import Rollout, make_rollout_id
 from rollout.retry import RetryConfig, pause_s
@@ -26,6 +27,7 @@ from rollout.rules import check_content, check_format
 from rollout.sampling import SamplingParams, canonical_json
 
 Reward = Callable[[Rollout], Awaitable[float | None]]
+OnRetry = Callable[[RolloutError], None]
 
 
 class Request(NamedTuple):
@@ -121,12 +123,14 @@ async def collect_outcomes(
     retry: RetryConfig | None = None,
     reward: Reward | None = None,
     stop: asyncio.Event | None = None,
+    on_retry: OnRetry = lambda error: None,
 ) -> AsyncGenerator[Outcome, None]:
     """Yield one `Outcome` per request, in the order in which they finish.
 
     At most `concurrency` requests are in flight and as many outcomes wait for the consumer, so an
     endless source is fine and a slow consumer slows the engine down. Once `stop` is set no request
     is taken or tried again; those in flight are finished. Closing the iterator cancels them.
+    `on_retry` hears of every failure that is not the end of its request.
     """
     source, taking = _as_async(requests), asyncio.Lock()
     stop = stop or asyncio.Event()
@@ -139,7 +143,9 @@ async def collect_outcomes(
             if request is None:
                 return
             asking = _with_seed(params, seed, request)
-            outcome = await _outcome(engine, request, asking, retry or RetryConfig(), reward, stop)
+            outcome = await _outcome(
+                engine, request, asking, retry or RetryConfig(), reward, stop, on_retry
+            )
             if outcome is not None:
                 await results.put(outcome)
 
@@ -179,10 +185,13 @@ async def _outcome(
     retry: RetryConfig,
     reward: Reward | None,
     stop: asyncio.Event,
+    on_retry: OnRetry,
 ) -> Outcome | None:
     """Ask until there is a rollout, or no reason to ask again; None if stopped in between."""
     start, attempt = time.monotonic(), 1
     aborted: list[Rollout] = []
+    failures: Counter[str] = Counter()
+    trials = 0  # of endpoints that were sick; they cost nothing
     while True:
         asked = time.monotonic()
         try:
@@ -192,9 +201,13 @@ async def _outcome(
                 aborted.append(rollout)
                 raise GenerationAborted(f"{request.rollout_id}: the server aborted it")
         except RolloutError as error:
-            pause = pause_s(error, attempt, time.monotonic() - start, retry)
+            failures[error.code] += 1
+            trials += isinstance(error, EngineError) and not error.counts
+            elapsed = time.monotonic() - start
+            pause = pause_s(error, attempt - trials, failures[error.code], elapsed, retry)
             if pause is None:
                 return Outcome(request, None, error, attempt, tuple(aborted), error.body)
+            on_retry(error)
         else:
             if reward is not None:
                 rollout = replace(rollout, reward=await reward(rollout))

@@ -20,7 +20,7 @@
     │   │   └── BadValue             a scalar outside its range
     │   └── ContentError             one rollout contradicts itself; `code` is the verdict's word
     │       ├── DuplicateIds · SampledOutsideSupport · IdOutsideVocabulary
-    │       ├── NonfiniteLogprob · PositiveLogprob · SingletonLogprob
+    │       ├── NonfiniteLogprob · PositiveLogprob · SentinelLogprob · SingletonLogprob
     │       └── SupportTruncated · LogprobsDisagree
     ├── RunLocked                    another process writes this run directory
     ├── DiskFull                     no space left to write to; what was committed is kept
@@ -192,6 +192,12 @@ class PositiveLogprob(ContentError):
     code = "positive_logprob"
 
 
+class SentinelLogprob(ContentError):
+    """A sampled token has a logprob that stands for something else: -1000 or below."""
+
+    code = "sentinel_logprob"
+
+
 class SingletonLogprob(ContentError):
     """A support of one id has a logprob other than 0."""
 
@@ -232,10 +238,12 @@ class EngineError(RolloutError):
     """The engine cannot be used, or did not answer what was asked."""
 
     code = "engine"
-    #: How often one rollout may be asked for if it fails like this; None is as often as configured.
+    #: How often one rollout may fail like this; None is as often as it is asked for.
     max_attempts: ClassVar[int | None] = 1
     #: Seconds the server asked to wait before the next attempt.
     retry_after_s: float = 0.0
+    #: Whether it counts as one of the attempts: not where a rollout only tried a sick endpoint.
+    counts: bool = True
 
 
 class EngineUnreachable(EngineError):
@@ -272,9 +280,10 @@ class EngineDown(EngineError):
 
 
 class ReplyMalformed(EngineError):
-    """HTTP 200, but not in the documented form."""
+    """HTTP 200, but not in the documented form: a proxy's page, or a reply that was cut."""
 
     code = "reply_malformed"
+    max_attempts = None
 
 
 class PromptTokenCount(EngineError):

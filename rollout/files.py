@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,41 @@ def write_at(descriptor: int, offset: int, data: bytes) -> None:
     os.fsync(descriptor)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace `path` as a whole: a reader sees the old file or the new one."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace `path` as a whole, durably: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_full_is_an_error(path):
         try:
             with open(temporary, "wb", buffering=0) as file:
-                write_at(file.fileno(), 0, text.encode("utf-8", errors=_LONE_SURROGATES))
+                write_at(file.fileno(), 0, data)
             os.replace(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)  # on a full disk its space is needed
             raise
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make a new name in `path` survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """`replace_file` with an object."""
+    replace_file(path, _encoded(json.dumps(value, indent=2, ensure_ascii=False)))
+
+
+def write_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """`replace_file` with one object per line."""
+    replace_file(path, b"".join(_encoded(json.dumps(v, ensure_ascii=False)) for v in values))
+
+
+def _encoded(text: str) -> bytes:
+    return (text + "\n").encode("utf-8", errors=_LONE_SURROGATES)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,18 +88,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
     """Append one JSON line; durable when this returns, not there at all when it raises."""
-    text = json.dumps(value, ensure_ascii=False) + "\n"
     with disk_full_is_an_error(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             end = _cut_torn_line(descriptor)
             try:
-                write_at(descriptor, end, text.encode("utf-8", errors=_LONE_SURROGATES))
+                write_at(descriptor, end, _encoded(json.dumps(value, ensure_ascii=False)))
             except OSError:
                 os.ftruncate(descriptor, end)
                 raise
         finally:
             os.close(descriptor)
+
+
+def mend_last_line(path: Path) -> None:
+    """Cut a last line that a crash tore; a whole one that lost only its line feed gets it."""
+    if path.exists():
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            _cut_torn_line(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def torn_line_bytes(path: Path) -> int:
+    """Size of a last line that a crash tore: no line feed, and not JSON."""
+    if not path.exists():
+        return 0
+    line = path.read_bytes().rpartition(b"\n")[2]
+    return 0 if _is_json(line) else len(line)
 
 
 def _cut_torn_line(descriptor: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Progress:
     failed: int = 0
     rejected: int = 0
     output_tokens: int = 0  # of this session
+    retried: Counter[str] = field(default_factory=Counter)  # failures tried again, of this session
 
     @property
     def lost(self) -> int:
@@ -87,6 +89,7 @@ async def collect_run(
         "session": {
             "elapsed_s": elapsed_s,
             "output_tokens_per_s": progress.output_tokens / elapsed_s,
+            "retried": dict(progress.retried),
         },
     }
     write_json(out / STATS_FILE, stats)
@@ -116,6 +119,7 @@ async def collect_into(
         retry=config.retry,
         reward=reward,
         stop=stop,
+        on_retry=lambda error: progress.retried.update([error.code]),
     )
     async with aclosing(outcomes):
         await _Keeper(writer, config, progress, on_progress).keep(outcomes)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout import schema
-from rollout.annotations import Annotation, read_annotations, write_annotations
-from rollout.errors import BadRolloutId, ConfigError, ContentError, SchemaVersionUnknown
+from rollout.annotations import Annotation, write_annotations
+from rollout.errors import BadRolloutId, ConfigError, ContentError
 from rollout.reader import Run, open_run
 from rollout.record import Rollout
 from rollout.support import Support
@@ -40,8 +39,8 @@ def merge_runs(out: Path, sources: Sequence[Path]) -> Merged:
     """Copy the rollouts and annotations of `sources` into the new run directory `out`.
 
     A rollout that several sources hold is stored once. Everything is compared before `out` is made:
-    `ConfigError` if it exists or tokenizers differ, `SchemaVersionUnknown`, and `BadRolloutId` if
-    one id stands for two different rollouts. A rollout that breaks a content rule goes to
+    `ConfigError` if it exists or tokenizers differ, and `BadRolloutId` if one id stands for two
+    different rollouts. A rollout that breaks a content rule goes to
     rejected.jsonl of `out`. Failures and rejections of the sources stay with them.
     """
     if out.exists() and any(out.iterdir()):
@@ -54,7 +53,7 @@ def merge_runs(out: Path, sources: Sequence[Path]) -> Merged:
     with RunWriter(out, identity, vocab_size=identity["vocab_size"]) as writer:
         seen: set[str] = set()
         for run in runs:
-            for rollout in run:
+            for rollout in run.stored():
                 if rollout.rollout_id in seen:
                     continue
                 seen.add(rollout.rollout_id)
@@ -75,11 +74,6 @@ def _identity(runs: Sequence[Run]) -> dict[str, Any]:
     """run.json of the merged run; raises the error of the first difference that matters."""
     first = runs[0]
     for run in runs:
-        if (got := run.info.get("schema_version")) != schema.SCHEMA_VERSION:
-            raise SchemaVersionUnknown(
-                f"{run.path}: written as schema version {got}, this release reads version "
-                f"{schema.SCHEMA_VERSION}; use the release that wrote it, or upgrade"
-            )
         for name, there, here in (
             ("tokenizer.vocabulary_sha256", _vocabulary(first), _vocabulary(run)),
             ("vocab_size", first.vocab_size, run.vocab_size),
@@ -111,7 +105,7 @@ def _check_rollouts(runs: Sequence[Run]) -> int:
     seen: dict[str, tuple[bytes, Path]] = {}
     total = 0
     for run in runs:
-        for rollout in run:
+        for rollout in run.stored():
             total += 1
             content = _digest(rollout)
             before, where = seen.setdefault(rollout.rollout_id, (content, run.path))
@@ -127,7 +121,7 @@ def _merge_annotations(runs: Sequence[Run]) -> dict[str, Annotation]:
     """Annotations of all runs; raises `BadRolloutId` where two say different things."""
     merged: dict[str, tuple[Annotation, Path]] = {}
     for run in runs:
-        for rollout_id, annotation in read_annotations(run.path).items():
+        for rollout_id, annotation in run.annotations.items():
             before, where = merged.setdefault(rollout_id, (annotation, run.path))
             if before != annotation:
                 raise BadRolloutId(

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from rollout import schema
-from rollout.errors import BadRolloutId, FormatError, NotARun, ShardDamaged
+from rollout.annotations import Annotation, read_annotations, with_annotations
+from rollout.directory import file_name
+from rollout.errors import (
+    BadRolloutId,
+    FormatError,
+    NotARun,
+    SchemaVersionUnknown,
+    ShardDamaged,
+)
 from rollout.files import read_json, read_lines
 from rollout.record import Rollout
 from rollout.rules import check_format
@@ -23,6 +31,7 @@ class Shard(NamedTuple):
 
     name: str
     batch_rows: tuple[int, ...]  # rows of each batch
+    size_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +47,18 @@ class Run:
     path: Path
     info: dict[str, Any]  # run.json
     shards: tuple[Shard, ...]
+    annotations: Mapping[str, Annotation]  # by rollout id
 
     def __len__(self) -> int:
         """Number of rollouts."""
         return sum(sum(shard.batch_rows) for shard in self.shards)
 
     def __iter__(self) -> Iterator[Rollout]:
+        """The rollouts in the order in which they were stored, with their later annotations."""
+        return with_annotations(self.stored(), self.annotations)
+
+    def stored(self) -> Iterator[Rollout]:
+        """The rollouts as the shards hold them."""
         seen: set[str] = set()
         for shard in self.shards:
             for batch in self._batches(shard):
@@ -59,7 +74,7 @@ class Run:
 
     def _batches(self, shard: Shard) -> list[pa.RecordBatch]:
         """Those that were there at opening; a writer may have added more."""
-        batches = read_batches(self.path / shard.name)[1][: len(shard.batch_rows)]
+        batches = read_batches(self.path / shard.name).batches[: len(shard.batch_rows)]
         if tuple(batch.num_rows for batch in batches) != shard.batch_rows:
             raise ShardDamaged(f"{self.path / shard.name}: changed since the run was opened")
         return batches
@@ -80,15 +95,23 @@ def open_run(path: str | Path) -> Run:
     if not path.is_dir():
         raise NotARun(f"{path}: no such directory; `rollout collect` and `rollout import` make one")
     info = read_json(path / schema.RUN_FILE)
+    if (version := info.get("schema_version")) != schema.SCHEMA_VERSION:
+        raise SchemaVersionUnknown(
+            f"{path / schema.RUN_FILE}: schema version {version!r}, this release reads "
+            f"{schema.SCHEMA_VERSION}; use the release that wrote it, or upgrade"
+        )
     hashes = read_manifest(path)
-    names = sorted({*_state(path / "state.json"), *hashes})
-    return Run(path, info, tuple(_open_shard(path / n, hashes.get(n)) for n in names))
+    names = sorted({*_state(path / schema.STATE_FILE), *hashes})
+    shards = tuple(_open_shard(path / name, hashes.get(name)) for name in names)
+    return Run(path, info, shards, read_annotations(path))
 
 
 def _open_shard(path: Path, sha256: str | None) -> Shard:
     if sha256 is not None:
         check_sha256(path, sha256)
-    return Shard(path.name, tuple(batch.num_rows for batch in read_batches(path)[1]))
+    content = read_batches(path)
+    rows = tuple(batch.num_rows for batch in content.batches)
+    return Shard(path.name, rows, content.size_bytes)
 
 
 def read_manifest(path: Path) -> dict[str, str]:
@@ -98,7 +121,7 @@ def read_manifest(path: Path) -> dict[str, str]:
         sha256 = line.get("sha256")
         if not isinstance(sha256, str):
             raise FormatError(f"{manifest}: sha256 is {sha256!r}, must be a string of hex digits")
-        hashes[_file_name(line, "file", manifest)] = sha256
+        hashes[file_name(line, "file", manifest)] = sha256
     return hashes
 
 
@@ -108,12 +131,4 @@ def _state(path: Path) -> Iterator[str]:
     if not isinstance(entries, list):
         raise FormatError(f"{path}: _data_files is {entries!r}, must be a list")
     for entry in entries:
-        yield _file_name(entry, "filename", path)
-
-
-def _file_name(entry: Any, key: str, path: Path) -> str:
-    """The name under `key`; it must stay inside the run directory."""
-    name = entry.get(key) if isinstance(entry, Mapping) else None
-    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
-        raise FormatError(f"{path}: {key} is {name!r}, must be the name of a file beside it")
-    return name
+        yield file_name(entry, "filename", path)

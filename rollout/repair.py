@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 
 from rollout import schema
 from rollout.compression import check_sizes
-from rollout.errors import FormatError, RunLocked, ShardDamaged
-from rollout.files import append_line, disk_full_is_an_error, read_json, read_lines, write_json
-from rollout.shard import END_OF_STREAM, cut_torn_tail, read_batches, sync_directory, was_started
+from rollout.directory import (
+    file_name,
+    file_sha256,
+    locked,
+    manifest_line,
+    numbered_shards,
+    write_dataset_info,
+    write_state,
+)
+from rollout.errors import FormatError, ShardDamaged
+from rollout.files import (
+    append_line,
+    disk_full_is_an_error,
+    mend_last_line,
+    read_json,
+    read_lines,
+    sync_directory,
+    torn_line_bytes,
+    write_lines,
+)
+from rollout.shard import END_OF_STREAM, count_torn_bytes, cut_torn_tail, was_started
 
 LINE_FILES = (schema.MANIFEST_FILE, schema.ERRORS_FILE, schema.REJECTED_FILE)
 
@@ -75,7 +87,8 @@ def repair(path: Path, *, dry_run: bool = False) -> Repair:
     of this format.
     """
     read_json(path / schema.RUN_FILE)
-    with _locked(path):
+    busy = "another process is writing here, so nothing is torn; wait until it ends"
+    with locked(path, busy=busy):
         plan, listed, names = _examine(path)
         if not dry_run:
             with disk_full_is_an_error(path):
@@ -88,18 +101,18 @@ def _examine(path: Path) -> tuple[Repair, dict[str, dict[str, Any]], list[str]]:
     listed = _listed(path / schema.MANIFEST_FILE)
     named = _state_names(path)
     known = {*(named or ()), *listed}
-    found = {p.name for p in path.iterdir() if re.fullmatch(r"shard-\d{5,}\.arrow", p.name)}
+    found = {p.name for _, p in numbered_shards(path)}
     shards = tuple(
         _examine_shard(path / n, listed.get(n), n in known) for n in sorted(known | found)
     )
-    torn = {name: _torn_bytes(path / name) for name in LINE_FILES}
+    torn = {name: torn_line_bytes(path / name) for name in LINE_FILES}
     usable = {s.file for s in shards if s.action in ("whole", "finished", "salvaged")}
     names = sorted(known | usable)  # what is lost stays named, so that a reader says so
     written = []
     if names != named or any(s.action in ("finished", "salvaged") for s in shards):
-        written.append("state.json")
-    if not (path / "dataset_info.json").exists():
-        written.append("dataset_info.json")
+        written.append(schema.STATE_FILE)
+    if not (path / schema.DATASET_INFO_FILE).exists():
+        written.append(schema.DATASET_INFO_FILE)
     lines_cut = {name: size for name, size in torn.items() if size}
     return Repair(shards, lines_cut, tuple(written)), listed, names
 
@@ -113,9 +126,9 @@ def _examine_shard(path: Path, line: Mapping[str, Any] | None, is_known: bool) -
         return ShardRepair(path.name, "unstarted" if is_unstarted else "unreadable")
     if scan.decodes and scan.is_marked:
         if line is not None:
-            is_same = _sha256(path) == line["sha256"]
+            is_same = file_sha256(path) == line["sha256"]
             return ShardRepair(path.name, "whole" if is_same else "changed", scan.rows)
-        tail = path.stat().st_size - scan.end - len(END_OF_STREAM)
+        tail = count_torn_bytes(path, scan.end + len(END_OF_STREAM))
         return ShardRepair(path.name, "finished", scan.rows, tail)
     lost = path.stat().st_size - scan.end
     return ShardRepair(path.name, "salvaged", scan.rows, lost, _name_aside(path).name)
@@ -177,25 +190,25 @@ def _apply(
     path: Path, plan: Repair, listed: Mapping[str, Mapping[str, Any]], names: list[str]
 ) -> None:
     for name in LINE_FILES:
-        _mend_last_line(path / name, plan.lines_cut.get(name, 0))
+        mend_last_line(path / name)
     salvaged = {shard.file for shard in plan.shards if shard.action == "salvaged"}
     if salvaged & listed.keys():
         # first, so that after a crash here the damaged shards still count as not finished
-        _write_lines(
+        write_lines(
             path / schema.MANIFEST_FILE, [v for k, v in listed.items() if k not in salvaged]
         )
     for shard in plan.shards:
         if shard.action == "finished":
             if shard.bytes_cut:
                 cut_torn_tail(path / shard.file)
-            append_line(path / schema.MANIFEST_FILE, _manifest_line(path / shard.file))
+            append_line(path / schema.MANIFEST_FILE, manifest_line(path / shard.file))
         elif shard.action == "salvaged":
             about = _salvage(path / shard.file, shard, listed.get(shard.file))
-            append_line(path / schema.MANIFEST_FILE, _manifest_line(path / shard.file) | about)
-    if "state.json" in plan.files_written:
-        write_json(path / "state.json", _state(names))
-    if "dataset_info.json" in plan.files_written:
-        write_json(path / "dataset_info.json", {"features": schema.hf_features()})
+            append_line(path / schema.MANIFEST_FILE, manifest_line(path / shard.file) | about)
+    if schema.STATE_FILE in plan.files_written:
+        write_state(path, names)
+    if schema.DATASET_INFO_FILE in plan.files_written:
+        write_dataset_info(path)
     sync_directory(path)
 
 
@@ -220,7 +233,7 @@ def _salvage(
         os.fsync(target.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
-    about: dict[str, Any] = {"original": original.name, "sha256": _sha256(original)}
+    about: dict[str, Any] = {"original": original.name, "sha256": file_sha256(original)}
     if line is not None:
         about["manifest_line"] = dict(line)
     return {"salvaged": about}
@@ -234,113 +247,20 @@ def _name_aside(path: Path) -> Path:
     return name
 
 
-def _manifest_line(path: Path) -> dict[str, Any]:
-    batches = read_batches(path)[1]
-    return {
-        "file": path.name,
-        "rows": sum(b.num_rows for b in batches),
-        "output_tokens": sum(len(b.column("output_ids").flatten()) for b in batches),
-        "support_ids": sum(len(b.column("support_ids").flatten()) for b in batches),
-        "bytes": path.stat().st_size,
-        "sha256": _sha256(path),
-    }
-
-
-def _state(names: list[str]) -> dict[str, Any]:
-    """What `datasets.load_from_disk` reads; a new fingerprint, or it would serve old caches."""
-    return {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": uuid.uuid4().hex[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": "train",
-    }
-
-
 def _listed(path: Path) -> dict[str, dict[str, Any]]:
     """The manifest's lines by the file they describe."""
     listed: dict[str, dict[str, Any]] = {}
     for line in read_lines(path):
-        name, sha256 = line.get("file"), line.get("sha256")
-        if not _is_file_name(name) or not isinstance(sha256, str):
-            raise FormatError(f"{path}: a line names {name!r} with sha256 {sha256!r}, must be both")
-        listed[name] = line
+        if not isinstance(sha256 := line.get("sha256"), str):
+            raise FormatError(f"{path}: sha256 is {sha256!r}, must be a string of hex digits")
+        listed[file_name(line, "file", path)] = line
     return listed
 
 
 def _state_names(path: Path) -> list[str] | None:
     """The shards that state.json names; None if it is not there or broken."""
+    state = path / schema.STATE_FILE
     try:
-        names = [entry["filename"] for entry in read_json(path / "state.json")["_data_files"]]
+        return [file_name(e, "filename", state) for e in read_json(state)["_data_files"]]
     except (FormatError, KeyError, TypeError):
         return None
-    return names if all(map(_is_file_name, names)) else None
-
-
-def _is_file_name(name: Any) -> TypeGuard[str]:
-    """Whether `name` stays inside the directory."""
-    return isinstance(name, str) and Path(name).name == name and "\0" not in name
-
-
-def _last_line(path: Path) -> bytes:
-    """What stands behind the last line feed."""
-    if not path.exists():
-        return b""
-    return path.read_bytes().rpartition(b"\n")[2]
-
-
-def _torn_bytes(path: Path) -> int:
-    """Size of a last line that a crash tore: no line feed, and not JSON."""
-    line = _last_line(path)
-    try:
-        json.loads(line)
-    except ValueError:
-        return len(line)
-    return 0
-
-
-def _mend_last_line(path: Path, torn_bytes: int) -> None:
-    """Cut a torn last line; a whole one that lost only its line feed gets it."""
-    if not (line := _last_line(path)):
-        return
-    with open(path, "r+b") as file:
-        file.seek(-len(line) if torn_bytes else 0, os.SEEK_END)
-        if torn_bytes:
-            file.truncate()
-        else:
-            file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_lines(path: Path, lines: list[Mapping[str, Any]]) -> None:
-    """Replace a JSON-lines file as a whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(path / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RunLocked(
-            f"{path}: another process is writing here, so nothing is torn; wait until it ends"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

@@ -15,7 +15,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class RetryConfig(Block):
     """Retries of one rollout. Only what can get better is tried again: no answer, a busy server,
-    an aborted generation; a failed one once. A refusal never is."""
+    a garbled reply, an aborted generation; a failed one once. A refusal never is."""
 
     attempts: Annotated[int, Field(ge=1)] = 6
     first_pause_s: Seconds = 0.5
@@ -26,20 +26,21 @@ class RetryConfig(Block):
 
 
 def pause_s(
-    error: RolloutError, attempt: int, elapsed_s: float, config: RetryConfig
+    error: RolloutError, attempt: int, alike: int, elapsed_s: float, config: RetryConfig
 ) -> float | None:
-    """Seconds to wait after the attempt-th attempt (from 1) failed with `error`; None to give up.
+    """Seconds to wait after the attempt-th attempt (from 1) failed with `error`, as `alike` of them
+    did, this one included; None to give up.
 
     The pause is drawn from the whole range up to its bound, so that many clients do not come back
     at the same moment; a server's Retry-After is its least.
     """
     if not isinstance(error, EngineError):
         return None
-    limit = config.attempts
-    if error.max_attempts is not None:
-        limit = min(limit, error.max_attempts)
-    if attempt >= limit:
+    if attempt >= config.attempts:
         return None
-    bound = min(config.longest_pause_s, config.first_pause_s * 2 ** (attempt - 1))
+    if error.max_attempts is not None and alike >= error.max_attempts:
+        return None
+    # the exponent has a bound too: a float cannot hold the doublings of a long night
+    bound = min(config.longest_pause_s, config.first_pause_s * 2.0 ** min(attempt - 1, 64))
     pause = max(error.retry_after_s, random.uniform(0, bound))
     return pause if elapsed_s + pause <= config.budget_s else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollout.collect import Reward
@@ -16,8 +17,8 @@ from rollout.record import Rollout
 def load_reward(path: str) -> Reward:
     """The function at "module:function", as something to await.
 
-    It takes a `Rollout` (kept dataset columns are JSON in `extra`) and returns a number or None.
-    A plain function runs in a thread, so that it does not hold up other rollouts.
+    It takes a `Rollout` (kept dataset columns are JSON in `extra`) and returns a finite number or
+    None. A plain function runs in a thread, so that it does not hold up other rollouts.
     """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
@@ -30,12 +31,24 @@ def load_reward(path: str) -> Reward:
         raise ConfigError(f"reward: {module_name!r} has no {name!r}") from error
     if not callable(function):
         raise ConfigError(f"reward: {path} is {type(function).__name__}, must be a function")
-    return function if inspect.iscoroutinefunction(function) else _in_thread(function)
+    asks = function if inspect.iscoroutinefunction(function) else _in_thread(function)
 
-
-def _in_thread(function: Callable[[Rollout], Any]) -> Reward:
     async def reward(rollout: Rollout) -> float | None:
-        value: float | None = await asyncio.to_thread(function, rollout)
-        return value
+        value = await asks(rollout)
+        return None if value is None else _number(value, f"{path}: for {rollout.rollout_id}")
 
     return reward
+
+
+def _in_thread(function: Callable[[Rollout], Any]) -> Callable[[Rollout], Awaitable[Any]]:
+    return lambda rollout: asyncio.to_thread(function, rollout)
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = float(value)  # numpy's and torch's scalars are numbers too
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"reward {where} it returned {value!r}, must be a finite number or None")
+    return number

@@ -20,6 +20,7 @@ from rollout.record import Rollout, make_rollout_id
 
 LOGPROB_SLACK = 1e-6  # a logprob may exceed 0 by this much: float32 rounding
 SUM_SLACK = 1e-5  # recorded supports sum to 1 within 2e-7
+SENTINEL = -1000.0  # float32 cannot sample below about -104; servers write -9999 for "none"
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -154,6 +155,20 @@ def _find_logprob_faults(r: Rollout) -> Iterator[Fault]:
                 errors.PositiveLogprob,
                 at,
                 f"output token {at[0]}: {name} holds {values[bad][0]:+.6g}, must be at most 0",
+            )
+    for name, values in (
+        ("sampling_logprobs", r.sampling_logprobs),
+        ("full_logprobs", r.full_logprobs),
+    ):
+        if values is None:
+            continue
+        bad = (values <= SENTINEL) & np.isfinite(values) & ~r.is_forced
+        if len(at := np.flatnonzero(bad)):
+            yield Fault(
+                errors.SentinelLogprob,
+                at,
+                f"output token {at[0]}: {name} holds {values[at[0]]:.6g} for a sampled token, "
+                f"must be above {SENTINEL:g}",
             )
     wrong = (r.support.counts == 1) & (np.abs(r.sampling_logprobs) > LOGPROB_SLACK)
     if len(at := np.flatnonzero(wrong)):

@@ -22,10 +22,15 @@ SCHEMA_VERSION = 1
 METADATA_KEY = b"rollout"
 
 RUN_FILE = "run.json"
+STATE_FILE = "state.json"
+DATASET_INFO_FILE = "dataset_info.json"
 MANIFEST_FILE = "manifest.jsonl"
 ERRORS_FILE = "errors.jsonl"
 REJECTED_FILE = "rejected.jsonl"
 STATS_FILE = "stats.json"
+ANNOTATIONS_FILE = "annotations.arrow"
+LOCK_FILE = ".lock"
+ANNOTATIONS_LOCK_FILE = ".annotations.lock"
 REPORTS_DIR = "reports"
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import pyarrow as pa
 
 from rollout.compression import check_sizes
 from rollout.errors import ShardDamaged, ShardHashMismatch
-from rollout.files import disk_full_is_an_error, write_at
+from rollout.files import disk_full_is_an_error, sync_directory, write_at
 from rollout.schema import arrow_schema, check_schema
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -45,7 +45,7 @@ class ShardFile:
     ) -> None:
         """Create `path` with the schema and no rows; durable when this returns.
 
-        The file has `reserved_bytes` until it is closed, or more once more is in it.
+        Until it is closed the file has at least `reserved_bytes`, most of them a hole.
         """
         self.path = path
         self._reserved_bytes = reserved_bytes
@@ -76,7 +76,7 @@ class ShardFile:
             try:
                 write_at(self._file.fileno(), self._marker_at + 8, rest + END_OF_STREAM)
                 write_at(self._file.fileno(), self._marker_at, first)
-            except OSError:
+            except BaseException:  # Ctrl-C too
                 os.pwrite(self._file.fileno(), END_OF_STREAM, self._marker_at)
                 self._file.truncate(self.size_bytes)
                 self._reserve()
@@ -122,10 +122,21 @@ def was_started(path: Path) -> bool:
 
 def cut_torn_tail(path: Path) -> None:
     """Remove what an interrupted commit left behind the end-of-stream marker."""
-    _, _, end = _read(path)
+    end = _read(path).size_bytes
     with open(path, "r+b") as file:
         file.truncate(end)
         os.fsync(file.fileno())
+
+
+def count_torn_bytes(path: Path, end: int) -> int:
+    """How much an interrupted commit left behind offset `end`; the hole there does not count."""
+    torn = 0
+    with open(path, "rb") as file:
+        file.seek(end)
+        while block := file.read(2**20):
+            if data := block.rstrip(b"\0"):
+                torn = file.tell() - end - len(block) + len(data)
+    return torn
 
 
 def check_sha256(path: Path, sha256: str) -> None:
@@ -142,7 +153,15 @@ def check_sha256(path: Path, sha256: str) -> None:
         )
 
 
-def read_batches(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+class Content(NamedTuple):
+    """What a shard holds. `size_bytes` ends with its marker; the file may be larger."""
+
+    schema: pa.Schema
+    batches: list[pa.RecordBatch]
+    size_bytes: int
+
+
+def read_batches(path: Path) -> Content:
     """Schema and batches of a shard, all values checked against their types.
 
     The batches are views of a memory map that lives as long as they do; no file stays open. A
@@ -152,19 +171,16 @@ def read_batches(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
     while True:
         try:
             size = path.stat().st_size
-            shard_schema, batches, _ = _read(path)
+            return _read(path)
         except FileNotFoundError as error:
             raise _lost(path) from error
         except ShardDamaged:
             # a commit between mapping the file and reading its marker leads beyond the map
             if path.stat().st_size <= size:
                 raise
-        else:
-            return shard_schema, batches
 
 
-def _read(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
-    """Schema, batches, and the offset behind the end-of-stream marker."""
+def _read(path: Path) -> Content:
     if path.stat().st_size == 0:
         raise ShardDamaged(f"{path}: the file is empty, a shard starts with its schema")
     with pa.memory_map(str(path)) as file:
@@ -188,7 +204,7 @@ def _read(path: Path) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
         if not is_marked:
             # Arrow takes the end of a file for the end of a stream: a cut between two batches
             raise ShardDamaged(f"{path}: no end-of-stream marker, so it breaks off; {_CHANGED}")
-        return shard_schema, batches, end
+        return Content(shard_schema, batches, end)
 
 
 def _read_schema(file: Any, path: Path) -> pa.Schema:
@@ -223,15 +239,6 @@ def _next_message(file: Any) -> Any:
 
 def _lost(path: Path) -> ShardDamaged:
     return ShardDamaged(f"{path}: listed in the run directory, but the file is not there")
-
-
-def sync_directory(path: Path) -> None:
-    """Make a new name in `path` survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _stream(batches: list[pa.RecordBatch], options: Any) -> bytes:

@@ -93,7 +93,7 @@ def _reward(rollouts: list[Rollout]) -> dict[str, Any] | None:
 
 
 def _shard_bytes(run: Run) -> int:
-    return sum((run.path / name).stat().st_size for name, _ in run.shards)
+    return sum(shard.size_bytes for shard in run.shards)
 
 
 def _duplicate_groups(run: Run) -> int:

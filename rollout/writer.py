@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
 from rollout import schema
 from rollout.config import ShardsConfig
+from rollout.directory import (
+    locked,
+    manifest_line,
+    numbered_shards,
+    write_dataset_info,
+    write_state,
+)
 from rollout.errors import (
     BadRolloutId,
     ConfigChanged,
     DiskFull,
     RolloutError,
-    RunLocked,
     ShardDamaged,
 )
 from rollout.files import append_line, disk_full_is_an_error, read_json, write_json
@@ -35,7 +37,6 @@ from rollout.shard import (
     check_sha256,
     cut_torn_tail,
     read_batches,
-    sync_directory,
     was_started,
 )
 from rollout.text import make_storable
@@ -67,7 +68,7 @@ class RunWriter:
         self._identity = dict(identity)
         self._config = shards or ShardsConfig()
         self._vocab_size = vocab_size
-        self._lock = FileLock(path / ".lock")
+        self._lock = ExitStack()
         self._shard: ShardFile | None = None
         self._names: list[str] = []  # of shards, for state.json
         self._next_shard = 0
@@ -76,25 +77,19 @@ class RunWriter:
         self._pending_since = 0.0
 
     def __enter__(self) -> Self:
-        with disk_full_is_an_error(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(timeout=0)
-            except Timeout:
-                raise RunLocked(
-                    f"{self.path}: another process is writing here; wait, or choose another --out"
-                ) from None
-        try:
+        with ExitStack() as entered:
+            with disk_full_is_an_error(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                busy = "another process is writing here; wait, or choose another --out"
+                entered.enter_context(locked(self.path, busy=busy))
             with self._disk_full_says_how_far():
                 self._claim_directory()
                 self._finish_earlier_shards()
                 if self._names:
-                    self._write_state(self._names)
+                    write_state(self.path, self._names)
                 else:
                     self._start_shard()  # so that readers can open the run before the first commit
-        except (RolloutError, OSError):
-            self._lock.release()
-            raise
+            self._lock = entered.pop_all()
         return self
 
     def __exit__(
@@ -115,7 +110,7 @@ class RunWriter:
         finally:
             if self._shard is not None:
                 self._shard.close()
-            self._lock.release()
+            self._lock.close()
 
     def write(self, rollout: Rollout) -> None:
         """Store `rollout`; raises the `DataError` of the first rule it breaks and stores nothing.
@@ -156,7 +151,7 @@ class RunWriter:
             self._pending, self._pending_bytes = [], 0
             if shard.size_bytes >= self._config.shard_bytes:
                 self._finish_shard(shard)
-            self._write_state(self._names)
+            write_state(self.path, self._names)
 
     def reject(self, error: RolloutError, body: bytes | None, **about: Any) -> None:
         """Keep a reply that broke a rule: its reason, and the bytes as they came."""
@@ -184,9 +179,8 @@ class RunWriter:
 
     def _claim_directory(self) -> None:
         path = self.path / schema.RUN_FILE
-        info = self.path / "dataset_info.json"
-        if not info.exists():
-            write_json(info, {"features": schema.hf_features()})
+        if not (self.path / schema.DATASET_INFO_FILE).exists():
+            write_dataset_info(self.path)
         if path.exists():
             _refuse_difference(read_json(path), self._identity, self.path)
             return
@@ -197,20 +191,19 @@ class RunWriter:
             "writer": f"rollout {version('rollout')}",
         }
         write_json(path, run | self._identity)
-        sync_directory(self.path)
 
     def _finish_earlier_shards(self) -> None:
         """Earlier processes' shards: cut torn tails, complete the manifest, learn what is done."""
         manifest = read_manifest(self.path)
-        for index, path in _numbered(self.path.glob("shard-*.arrow")):
+        for index, path in numbered_shards(self.path):
             if not was_started(path) and path.name not in manifest:
                 continue  # no schema, so never a row: its name is used again
             if path.name in manifest:
                 check_sha256(path, manifest[path.name])
             else:
                 cut_torn_tail(path)
-                self._list_shard(path, hashlib.sha256(path.read_bytes()).hexdigest())
-            for batch in read_batches(path)[1]:
+                self._list_shard(path)
+            for batch in read_batches(path).batches:
                 self.done.update(batch.column("rollout_id").to_pylist())
             self._names.append(path.name)
             self._next_shard = index + 1
@@ -229,7 +222,7 @@ class RunWriter:
             reserved_bytes=self._config.shard_bytes + 2 * self._config.batch_bytes,
         )
         try:
-            self._write_state([*self._names, path.name])
+            write_state(self.path, [*self._names, path.name])
         except (RolloutError, OSError):
             shard.close()  # nobody has seen it; its name is used again
             raise
@@ -243,41 +236,13 @@ class RunWriter:
         shard.close()
         self._list_shard(shard.path, shard.sha256)
 
-    def _list_shard(self, path: Path, sha256: str) -> None:
-        batches = read_batches(path)[1]
-        line = {
-            "file": path.name,
-            "rows": sum(b.num_rows for b in batches),
-            "output_tokens": sum(len(b.column("output_ids").flatten()) for b in batches),
-            "support_ids": sum(len(b.column("support_ids").flatten()) for b in batches),
-            "bytes": path.stat().st_size,
-            "sha256": sha256,
-        }
-        append_line(self.path / schema.MANIFEST_FILE, line)
-
-    def _write_state(self, names: Sequence[str]) -> None:
-        """What `datasets.load_from_disk` reads; a new fingerprint, or it would serve old caches."""
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": name} for name in names],
-            "_fingerprint": uuid.uuid4().hex[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": "train",
-        }
-        write_json(self.path / "state.json", state)
+    def _list_shard(self, path: Path, sha256: str | None = None) -> None:
+        append_line(self.path / schema.MANIFEST_FILE, manifest_line(path, sha256))
 
 
 def now_us() -> int:
     """Microseconds since the epoch."""
     return time.time_ns() // 1000
-
-
-def _numbered(paths: Iterable[Path]) -> list[tuple[int, Path]]:
-    """Shards by number; other files mean nothing."""
-    found = ((re.fullmatch(r"shard-(\d{5,})\.arrow", path.name), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _size(rollout: Rollout) -> int:

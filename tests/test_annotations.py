@@ -10,16 +10,19 @@ import pyarrow as pa
 import pytest
 from builders import make_rollout
 
-from rollout import annotations as module
+from rollout import annotate as module
 from rollout import errors
+from rollout.annotate import annotate
 from rollout.annotations import (
     FIELDS,
     Annotation,
-    annotate,
     read_annotations,
     with_annotations,
     write_annotations,
 )
+from rollout.directory import locked
+from rollout.reader import open_run
+from rollout.schema import ANNOTATIONS_LOCK_FILE
 from rollout.writer import RunWriter
 
 
@@ -118,9 +121,20 @@ def test_a_crash_before_the_rename_leaves_the_old_file(
     assert read_annotations(stored) == {"a:0": Annotation(3.0)}
 
 
+def test_readers_of_a_run_see_the_later_scores(stored: Path) -> None:
+    annotate(stored, {"a:0": 1.0}, extra={"a:0": {"judge": "x"}})
+    run = open_run(stored)
+    assert {r.rollout_id: r.reward for r in run} == {"a:0": 1.0, "b:0": None, "c:0": None}
+    assert [r.extra for r in run][0] == '{"judge":"x"}'
+    assert [r.reward for r in run.stored()] == [None, None, None]
+
+
 def test_two_do_not_annotate_at_once(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.01)
-    with module._locked(stored), pytest.raises(errors.RunLocked, match="has been annotating"):
+    with (
+        locked(stored, ANNOTATIONS_LOCK_FILE, busy="x"),
+        pytest.raises(errors.RunLocked, match="has been annotating"),
+    ):
         annotate(stored, {"a:0": 1.0})
 
 

@@ -23,7 +23,7 @@ from rollout.files import append_line, read_lines, write_json
 from rollout.reader import open_run
 from rollout.record import Rollout
 from rollout.schema import to_batch
-from rollout.shard import ShardFile
+from rollout.shard import END_OF_STREAM, ShardFile
 from rollout.writer import RunWriter
 
 SMALL = ShardsConfig(batch_rows=4, shard_bytes=2**20)
@@ -124,7 +124,7 @@ def test_a_full_disk_is_a_clean_error_and_the_run_goes_on(tmp_path: Path) -> Non
 
 
 class FullDisk:
-    """`os.pwrite` on a disk with room for so many bytes."""
+    """`os.pwrite` on a disk with room for so many bytes; markers are overwritten in place."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
         self.room_bytes = room_bytes
@@ -132,12 +132,12 @@ class FullDisk:
         monkeypatch.setattr(os, "pwrite", self)
 
     def __call__(self, descriptor: int, data: Any, offset: int) -> int:
-        over = offset + len(data) - max(offset, os.fstat(descriptor).st_size)
-        if over > self.room_bytes and self.room_bytes == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        new = min(over, self.room_bytes)
-        self.room_bytes -= new
-        return self._pwrite(descriptor, bytes(data[: len(data) - over + new]), offset)
+        if len(data) != 8 or bytes(data[:4]) != END_OF_STREAM[:4]:
+            if self.room_bytes == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            data = bytes(data[: self.room_bytes])
+            self.room_bytes -= len(data)
+        return self._pwrite(descriptor, data, offset)
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, 9, 500, 2000])

@@ -13,7 +13,8 @@ from test_cli import run
 from test_run_directory import foreign
 
 from rollout import errors
-from rollout.annotations import Annotation, annotate, read_annotations
+from rollout.annotate import annotate
+from rollout.annotations import Annotation, read_annotations
 from rollout.merge import Merged, merge_runs
 from rollout.reader import open_run
 from rollout.record import Rollout
@@ -137,7 +138,7 @@ def test_another_schema_version_is_refused(first: Path, tmp_path: Path) -> None:
     second = write(tmp_path / "second", make_rollout("c"))
     info = json.loads((second / "run.json").read_text())
     (second / "run.json").write_text(json.dumps(info | {"schema_version": 2}))
-    with pytest.raises(errors.SchemaVersionUnknown, match="second: written as schema version 2"):
+    with pytest.raises(errors.SchemaVersionUnknown, match="second/run.json: schema version 2"):
         merge_runs(tmp_path / "out", [first, second])
 
 

@@ -286,7 +286,7 @@ def test_a_broken_state_is_written_again(finished: Path) -> None:
 
 def test_a_manifest_that_leads_elsewhere_is_refused(finished: Path) -> None:
     (finished / "manifest.jsonl").write_text('{"file": "../x", "sha256": ""}\n')
-    with pytest.raises(errors.FormatError, match=r"manifest.jsonl: a line names '../x'"):
+    with pytest.raises(errors.FormatError, match=r"manifest.jsonl: file is '../x'"):
         repair(finished)
 
 

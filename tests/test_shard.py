@@ -14,7 +14,14 @@ from builders import make_rollout
 
 from rollout.errors import ShardDamaged
 from rollout.schema import to_batch
-from rollout.shard import END_OF_STREAM, ShardFile, cut_torn_tail, read_batches, was_started
+from rollout.shard import (
+    END_OF_STREAM,
+    ShardFile,
+    count_torn_bytes,
+    cut_torn_tail,
+    read_batches,
+    was_started,
+)
 
 
 def batch(*prompt_ids: str) -> pa.RecordBatch:
@@ -72,6 +79,27 @@ def test_readers_see_whole_batches_at_every_step_of_a_commit(
     assert datasets.Dataset.from_file(str(path))["prompt_id"][:] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["behind the marker", "over the marker"])
+def test_ctrl_c_in_a_commit_leaves_the_shard_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        shard.commit(batch("a"))
+        before, steps = path.read_bytes(), iter(range(1, 3))
+
+        def interrupted(descriptor: int) -> None:
+            if next(steps) == step:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "fsync", interrupted)
+            shard.commit(batch("b"))
+        assert path.read_bytes() == before
+    assert ids(path) == ["a"]
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == shard.sha256
+
+
 def test_a_map_from_before_a_commit_holds_what_is_committed(tmp_path: Path) -> None:
     """A reader, `datasets` for one, may come to the marker long after it mapped the file."""
     path = tmp_path / "s.arrow"
@@ -90,8 +118,21 @@ def test_a_torn_tail_is_invisible_and_can_be_cut(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole + b"\x01" * 300)  # what a killed commit leaves behind the marker
     assert ids(path) == ["a"]
+    assert read_batches(path).size_bytes == len(whole)
+    assert count_torn_bytes(path, len(whole)) == 300
     cut_torn_tail(path)
     assert path.read_bytes() == whole
+
+
+def test_the_hole_behind_the_marker_is_not_torn(tmp_path: Path) -> None:
+    path = tmp_path / "s.arrow"
+    with ShardFile(path, reserved_bytes=3 * 2**20) as shard:
+        assert path.stat().st_size == 3 * 2**20
+        assert count_torn_bytes(path, shard.size_bytes) == 0
+        with open(path, "r+b") as file:
+            file.seek(2 * 2**20)
+            file.write(b"half a batch")
+        assert count_torn_bytes(path, shard.size_bytes) == 2 * 2**20 + 12 - shard.size_bytes
 
 
 def test_a_file_without_its_schema_was_never_started(tmp_path: Path) -> None:

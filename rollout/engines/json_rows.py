@@ -1,7 +1,7 @@
 """JSON rows of numbers as flat arrays: `[[5, 9], [2]]` is counts [2, 1] and values [5, 9, 2].
 
-A sampling mask is most of a reply's bytes. Decoding it as one flat list skips the inner lists; the
-counts come from the positions of brackets and commas. Anything unusual takes the plain way.
+A sampling mask is most of a reply's bytes. Its rows are cut at the brackets, counted by their
+commas, and decoded as one flat list, without a list per row. Anything unusual takes the plain way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from rollout.errors import ReplyMalformed
 
-_BLANK_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _flat_ids = msgspec.json.Decoder(list[int]).decode
-_flat_floats = msgspec.json.Decoder(list[float | None]).decode
+_flat_floats = msgspec.json.Decoder(list[float]).decode
 _id_rows = msgspec.json.Decoder(list[list[int]]).decode
 _float_rows = msgspec.json.Decoder(list[list[float | None]]).decode
 
@@ -45,27 +44,19 @@ def float_rows(
 
 
 def _rows(raw: bytes, flat: Any, nested: Any, where: str) -> tuple[NDArray[np.int64], list[Any]]:
-    try:
-        values = flat(b"[%b]" % raw.translate(_BLANK_BRACKETS))
-    except msgspec.DecodeError:
-        pass  # the plain way below says what is wrong, and where
-    else:
-        counts = _counts(raw)
-        if counts.all() and counts.sum() == len(values):
-            return counts, values
+    if raw.startswith(b"[["):
+        texts = raw[2:-2].split(b"],[")
+        counts = np.fromiter((text.count(b",") + 1 for text in texts), np.int64, len(texts))
+        try:
+            values = flat(b"[%b]" % b",".join(texts))
+        except msgspec.DecodeError:
+            pass  # an empty row, blanks, or worse: the plain way below says what, and where
+        else:
+            if counts.sum() == len(values):
+                return counts, values
     try:
         rows = nested(raw)
     except msgspec.DecodeError as error:
         raise ReplyMalformed(f"{where}: {error}") from error
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     return counts, list(chain.from_iterable(rows))
-
-
-def _counts(raw: bytes) -> NDArray[np.int64]:
-    """Numbers per row, from the commas between closing brackets, if no row is empty."""
-    text = np.frombuffer(raw, np.uint8)
-    ends = np.flatnonzero(text == ord("]"))[:-1]  # the last one closes the outer list
-    commas = np.searchsorted(np.flatnonzero(text == ord(",")), ends)
-    # the comma before a row counts for its last number; before the first row there is none
-    counts: NDArray[np.int64] = np.diff(commas, prepend=-1)
-    return counts

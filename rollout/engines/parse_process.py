@@ -9,20 +9,26 @@ reply at a time: a frame in (length, pickled (status, prompt ids), length, body)
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import pickle
 import struct
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rollout.engines.base import Completion
 from rollout.engines.sglang_reply import parse_reply
-from rollout.errors import RolloutError
+from rollout.errors import ReplyMalformed, RolloutError
 
 INLINE_BYTES = 32 * 1024
 """Decoding this much takes well under a millisecond."""
+
+PIPE_BYTES = 2**20
+
+ENDED = "the process that decodes replies ended before it had decoded this one; out of memory?"
 
 _LENGTH = struct.Struct("<Q")
 
@@ -34,20 +40,22 @@ class ParseProcess:
         self._worker: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: deque[asyncio.Future[Completion | RolloutError]] = deque()
-        self._starting = asyncio.Lock()
+        self._writing = asyncio.Lock()
 
     async def parse(self, status: int, body: bytes, prompt_ids: Sequence[int]) -> Completion:
         """`parse_reply`, with the same errors; the body travels back in `raw` as ever."""
         if len(body) <= INLINE_BYTES:
             return parse_reply(status, body, prompt_ids)
-        worker = await self._started()
-        assert worker.stdin is not None
         answer: asyncio.Future[Completion | RolloutError] = asyncio.Future()
-        self._waiting.append(answer)
         head = pickle.dumps((status, list(prompt_ids)))
-        worker.stdin.write(_LENGTH.pack(len(head)) + head + _LENGTH.pack(len(body)))
-        worker.stdin.write(body)
-        await worker.stdin.drain()
+        async with self._writing:  # one body at a time lies in the pipe's buffer
+            worker = await self._started()
+            assert worker.stdin is not None
+            self._waiting.append(answer)
+            worker.stdin.write(_LENGTH.pack(len(head)) + head + _LENGTH.pack(len(body)))
+            worker.stdin.write(body)
+            with suppress(ConnectionError):  # it ended: `_read` tells
+                await worker.stdin.drain()
         result = await answer
         if isinstance(result, RolloutError):
             raise result
@@ -55,21 +63,24 @@ class ParseProcess:
 
     async def close(self) -> None:
         """End the worker; replies still in it are lost with their requests."""
-        if self._worker is None or self._reader is None:
-            return
-        if self._worker.returncode is None:
-            self._worker.kill()
-        await self._worker.wait()
-        await self._reader
+        worker, reader = self._worker, self._reader
+        if worker is not None:
+            if worker.returncode is None:
+                worker.kill()
+            await worker.wait()
+        if reader is not None:
+            await reader
 
     async def _started(self) -> asyncio.subprocess.Process:
-        async with self._starting:
-            if self._worker is None or self._worker.returncode is not None:
-                pipe = asyncio.subprocess.PIPE
-                self._worker = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", __name__, stdin=pipe, stdout=pipe
-                )
-                self._reader = asyncio.create_task(self._read(self._worker))
+        if self._worker is None:
+            pipe = asyncio.subprocess.PIPE
+            # in a session of its own: Ctrl-C is for us, and what is in flight is still decoded
+            self._worker = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, start_new_session=True
+            )
+            assert self._worker.stdin is not None
+            _widen(self._worker.stdin.get_extra_info("pipe"))
+            self._reader = asyncio.create_task(self._read(self._worker))
         return self._worker
 
     async def _read(self, worker: asyncio.subprocess.Process) -> None:
@@ -83,11 +94,17 @@ class ParseProcess:
                 if not answer.done():  # its caller may be gone
                     answer.set_result(result)
         except asyncio.IncompleteReadError:
-            error = RuntimeError("the process that decodes replies ended; was it out of memory?")
+            self._worker = None  # the next reply starts another
             for answer in self._waiting:
                 if not answer.done():
-                    answer.set_exception(error)
+                    answer.set_result(ReplyMalformed(ENDED))
             self._waiting.clear()
+
+
+def _widen(pipe: Any) -> None:
+    """Replies are larger than the 64 kB a pipe holds; every refill wakes both processes."""
+    if sys.platform == "linux":
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:

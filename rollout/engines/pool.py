@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -14,15 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.base import Completion, Engine, EngineInfo
-from rollout.errors import ConfigError, EngineBusy, EngineDown, EngineFailed, EngineUnreachable
+from rollout.errors import (
+    ConfigError,
+    EngineBusy,
+    EngineDown,
+    EngineFailed,
+    EngineUnreachable,
+    ReplyMalformed,
+    RolloutError,
+)
 from rollout.sampling import SamplingParams
 
 SICK_AFTER = 3  # failures in a row
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
+TRIAL_S = 10.0  # how long the others wait for the one that tries a rested endpoint
 PREFIX_TOKENS = 64
 
-_SICKNESS = (EngineUnreachable, EngineBusy, EngineFailed)
+_SICKNESS = (EngineUnreachable, EngineBusy, EngineFailed, ReplyMalformed)
 
 
 @dataclass(eq=False)
@@ -31,15 +41,32 @@ class _Endpoint:
     entered: bool = False
     in_flight: int = 0
     failures: int = 0  # in a row
+    rested_at: float = 0.0
     awake_at: float = 0.0
+    on_trial: bool = False
     salt: bytes = field(default=b"")
 
-    def note(self, failed: bool, now: float) -> None:
-        """A success makes it well; every failure from the third on sends it to rest, longer."""
-        self.failures = self.failures + 1 if failed else 0
+    def take(self, now: float) -> bool:
+        """Give it one more; whether that is a trial: a sick one gets one rollout at a time."""
+        self.in_flight += 1
+        is_trial = self.failures >= SICK_AFTER
+        if is_trial:
+            self.on_trial, self.awake_at = True, now + TRIAL_S
+        return is_trial
+
+    def note_answer(self) -> None:
+        """It is well."""
+        self.failures, self.awake_at, self.on_trial = 0, 0.0, False
+
+    def note_failure(self, asked_at: float, now: float) -> None:
+        """From the third failure in a row on it rests, longer each time. What was in flight when it
+        went to rest says nothing new: a server that restarts breaks many at once."""
+        if asked_at < self.rested_at:
+            return
+        self.failures, self.on_trial = self.failures + 1, False
         if self.failures >= SICK_AFTER:
-            rest_s = FIRST_REST_S * 2 ** (self.failures - SICK_AFTER)
-            self.awake_at = now + min(LONGEST_REST_S, rest_s)
+            rest_s = FIRST_REST_S * 2.0 ** min(self.failures - SICK_AFTER, 64)
+            self.rested_at, self.awake_at = now, now + min(LONGEST_REST_S, rest_s)
 
 
 class EnginePool:
@@ -47,8 +74,8 @@ class EnginePool:
 
     A rollout goes to the endpoint with the fewest in flight or, with `prefix_affinity`, to the one
     that prompts beginning alike always go to. An endpoint that fails three times in a row rests and
-    is tried again; while all rest, rollouts wait. `EngineDown` when nobody has answered for
-    `down_after_s`.
+    is then tried with one rollout; while all rest, rollouts wait, so that an outage costs them no
+    attempts. `EngineDown` when that has lasted for `down_after_s`.
     """
 
     def __init__(
@@ -61,7 +88,8 @@ class EnginePool:
         self._endpoints = [_Endpoint(e, salt=str(i).encode()) for i, e in enumerate(engines)]
         self._prefix_affinity = prefix_affinity
         self._down_after_s = down_after_s
-        self._last_answer = time.monotonic()
+        self._resting_since: float | None = None  # all of them
+        self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         """Enter every endpoint; one that is not there is an error now, not in the night."""
@@ -73,7 +101,6 @@ class EnginePool:
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
-        self._last_answer = time.monotonic()
         return self
 
     async def __aexit__(
@@ -100,18 +127,28 @@ class EnginePool:
     async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
         """Sample at one endpoint; its errors pass unchanged."""
         endpoint = await self._choose(prompt_ids)
-        endpoint.in_flight += 1
+        asked_at = time.monotonic()
+        is_trial = endpoint.take(asked_at)
         try:
             completion = await endpoint.engine.generate(prompt_ids, params)
-        except _SICKNESS:
-            endpoint.note(failed=True, now=time.monotonic())
+        except _SICKNESS as error:
+            endpoint.note_failure(asked_at, time.monotonic())
+            # a server that answers with an error may do so because of the prompt
+            error.counts = not is_trial or isinstance(error, EngineFailed)
+            raise
+        except RolloutError:
+            self._note_answer(endpoint)  # not what was wanted, but it is alive
             raise
         else:
-            self._last_answer = time.monotonic()
-            endpoint.note(failed=False, now=self._last_answer)
+            self._note_answer(endpoint)
             return completion
         finally:
             endpoint.in_flight -= 1
+            self._news.set()
+
+    def _note_answer(self, endpoint: _Endpoint) -> None:
+        endpoint.note_answer()
+        self._resting_since = None
 
     async def _choose(self, prompt_ids: NDArray[np.int32]) -> _Endpoint:
         while True:
@@ -119,12 +156,18 @@ class EnginePool:
             awake = [e for e in self._endpoints if e.awake_at <= now]
             if awake:
                 return self._best(awake, prompt_ids)
-            if now - self._last_answer > self._down_after_s:
+            if self._resting_since is None:
+                self._resting_since = now
+            down_s = now - self._resting_since
+            if down_s > self._down_after_s and not any(e.on_trial for e in self._endpoints):
                 raise EngineDown(
-                    f"no endpoint has answered for {now - self._last_answer:.0f} s; "
+                    f"no endpoint has answered for {down_s:.0f} s; "
                     "what was collected is kept: start the servers and run the same command again"
                 )
-            await asyncio.sleep(min(e.awake_at for e in self._endpoints) - now)
+            self._news.clear()
+            with suppress(TimeoutError):
+                first = min(e.awake_at for e in self._endpoints)
+                await asyncio.wait_for(self._news.wait(), first - now)
 
     def _best(self, awake: list[_Endpoint], prompt_ids: NDArray[np.int32]) -> _Endpoint:
         if not self._prefix_affinity:

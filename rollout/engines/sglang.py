@@ -71,8 +71,8 @@ class SGLangEngine:
             await self.generate(
                 np.array([1], np.int32), SamplingParams(temperature=0.0, max_new_tokens=1)
             )
-        except RolloutError:
-            await self._session.close()
+        except BaseException:
+            await self.__aexit__(None, None, None)
             raise
         return self
 
@@ -207,11 +207,11 @@ def retry_after_s(header: str | None) -> float:
     """Seconds that a Retry-After header asks for, as a number or a date; 0 without one."""
     if header is None:
         return 0.0
-    if header.strip().isdigit():
+    if header.strip().isdecimal():
         return float(header)
     try:
         until = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0  # not in either form: as good as absent
     if until.tzinfo is None:
         until = until.replace(tzinfo=UTC)

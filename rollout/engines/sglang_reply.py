@@ -5,6 +5,8 @@ Shapes by version: SGLang 0.5.16 to 0.5.23, one prompt, n = 1, not streamed.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -79,6 +81,12 @@ _decode = msgspec.json.Decoder(Reply).decode
 _numbers = msgspec.json.Decoder(list[float | None]).decode
 _mask_or_null = msgspec.json.Decoder(list[list[int] | None]).decode
 
+# what Python's json module writes and reads, and JSON does not know
+_STRING_OR_NONFINITE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?Infinity|NaN', re.DOTALL)
+_PAIR_OR_HALF = re.compile(
+    rb"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL
+)
+
 
 def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = None) -> Completion:
     """Turn one reply into a `Completion`, or raise what is wrong with it.
@@ -96,8 +104,8 @@ def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = Non
     if status != 200:
         raise EngineFailed(f"HTTP {status}: {error_words(body)}")
     try:
-        reply = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reply = _decode_leniently(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplyMalformed(f"not a /generate reply: {error}; got {body[:200]!r}") from error
     return completion(reply, body, prompt_ids)
 
@@ -133,6 +141,27 @@ def completion(
         text=reply.text,
         raw=body,
     )
+
+
+def _decode_leniently(body: bytes) -> Reply:
+    """`body` as JSON, or as Python's json module writes it: NaN and infinities count as null, and
+    the text keeps half of a UTF-16 pair (a character cut at the last token): the ids are whole."""
+    try:
+        return _decode(body)
+    except msgspec.DecodeError:
+        strict = _STRING_OR_NONFINITE.sub(_as_strict, body)
+        if strict == body:
+            raise
+        reply = _decode(strict)
+    if reply.text is not None:
+        reply.text = json.loads(body)["text"]
+    return reply
+
+
+def _as_strict(match: re.Match[bytes]) -> bytes:
+    if not match[0].startswith(b'"'):
+        return b"null"
+    return _PAIR_OR_HALF.sub(lambda m: b"\\\\" + m[1] if m[1] else m[0], match[0])
 
 
 def error_words(body: bytes) -> str:
@@ -225,12 +254,14 @@ def _full_logprobs(raw: bytes, output_ids: NDArray[np.int32]) -> NDArray[np.floa
     if raw == b"null":
         return None
     name = "output_token_logprobs"
-    counts, values = float_rows(raw, name, np.float64)  # wide enough for ids
-    if not (counts == 3).all():
+    # the text is null, as we do not ask for it: numbers alone are decoded faster
+    counts, values = float_rows(raw.replace(b",null]", b"]"), name, np.float64)
+    width = 3 if (counts == 3).all() else 2
+    if not (counts == width).all():
         raise ReplyMalformed(f"{name}: must hold [logprob, id, null] per token")
-    if values[1::3].tolist() != output_ids.tolist():
+    if values[1::width].tolist() != output_ids.tolist():
         raise LengthMismatch(f"{name} are for other tokens than output_ids")
-    return values[0::3].astype(np.float32)
+    return values[::width].astype(np.float32)
 
 
 def _spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[WeightSpan, ...]:
