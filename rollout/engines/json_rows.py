@@ -6,7 +6,7 @@ commas, and decoded as one flat list, without a list per row. Anything unusual t
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ _float_rows = msgspec.json.Decoder(list[list[float | None]]).decode
 def ids_array(ids: list[int], where: str) -> NDArray[np.int32]:
     """`ids` as int32; `ReplyMalformed` where one does not fit."""
     try:
-        return np.array(ids, np.int32)
+        return np.fromiter(ids, np.int32, len(ids))
     except OverflowError as error:
         raise ReplyMalformed(f"{where}: an id does not fit into 32 bits") from error
 
@@ -46,7 +46,7 @@ def float_rows(
 def _rows(raw: bytes, flat: Any, nested: Any, where: str) -> tuple[NDArray[np.int64], list[Any]]:
     if raw.startswith(b"[["):
         texts = raw[2:-2].split(b"],[")
-        counts = np.fromiter((text.count(b",") + 1 for text in texts), np.int64, len(texts))
+        counts = 1 + np.fromiter(map(bytes.count, texts, repeat(b",")), np.int64, len(texts))
         try:
             values = flat(b"[%b]" % b",".join(texts))
         except msgspec.DecodeError:
