@@ -62,6 +62,12 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
         echo_json(stats)
     else:
         print_stats(stats)
+    if settings.sampling.top_k == "auto":
+        click.echo(f"note: top_k auto was {stats['top_k']}", err=True)
+    if settings.sampling.top_p_is_off:
+        click.echo(
+            f"warning: top_p {settings.sampling.top_p} is 1 in float32 and has no effect", err=True
+        )
     if stats["duplicate_bos"]:
         click.echo(f"warning: {stats['duplicate_bos']} prompts start with BOS twice", err=True)
     if stats["duplicate_groups"]:

@@ -28,6 +28,7 @@
     ├── EngineError                  the engine cannot be used, or did not answer what was asked
     │   ├── EngineUnreachable        no answer
     │   ├── EngineRefused            HTTP 4xx, with the server's words
+    │   │   └── SupportOverflow      a support grew past the server's cap, because of ties
     │   ├── EngineBusy               HTTP 429, 502, 503 or 504: later, perhaps
     │   ├── EngineFailed             any other HTTP 5xx, with the server's words
     │   ├── EngineDown               no endpoint has answered for too long: the run stops
@@ -257,6 +258,12 @@ class EngineRefused(EngineError):
     """HTTP 4xx: the request will not be accepted later either."""
 
     code = "engine_refused"
+
+
+class SupportOverflow(EngineRefused):
+    """Ids that tie at a cut-off made a support larger than the server's cap."""
+
+    code = "support_overflow"
 
 
 class EngineBusy(EngineError):

@@ -72,6 +72,7 @@ async def collect_run(
     if not prompts.prompts:
         raise ConfigError(f"prompts: {config.prompts.dataset} has no rows to collect")
     async with make_engine(config, prompts.vocab_size) as engine:
+        config = config.model_copy(update={"sampling": engine.resolve(config.sampling)})
         engine.check(config.sampling)
         identity = _identity(config, prompts, engine)
         with RunWriter(
@@ -85,6 +86,7 @@ async def collect_run(
             elapsed_s = time.monotonic() - start
     stats = run_stats(out) | {
         "complete": progress.done + progress.lost == progress.total,
+        "top_k": config.sampling.sampler.top_k,
         "duplicate_bos": prompts.doubled_bos,
         "session": {
             "elapsed_s": elapsed_s,

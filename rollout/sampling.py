@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from rollout.blocks import Block
@@ -33,7 +34,9 @@ class SamplingParams(Block):
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int | None = None
+    top_k: int | Literal["auto"] | None = None
+    """auto: a number that leaves room for ties below the engine's cap, for those who think in
+    top_p; the engine's `resolve` fills it in."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     max_new_tokens: int = 128
     sampling_seed: int | None = None
@@ -68,11 +71,18 @@ class SamplingParams(Block):
         return self.temperature < GREEDY_BELOW
 
     @property
+    def top_p_is_off(self) -> bool:
+        """Whether a top_p below 1 cuts nothing: engines hold it as float32, which may be 1."""
+        return self.top_p < 1 and bool(np.float32(self.top_p) >= 1)
+
+    @property
     def sampler(self) -> Sampler:
         """The settings as the sampler applies them; call `check_replayable` first."""
         if self.is_greedy:
             return Sampler(1.0, self.top_p, 1, self.min_p)
-        return Sampler(self.temperature, self.top_p, self.top_k or -1, self.min_p)
+        top_k = -1 if self.top_k is None else self.top_k
+        assert top_k != "auto", "an engine has not resolved top_k yet"
+        return Sampler(self.temperature, self.top_p, top_k, self.min_p)
 
     def check_replayable(self, max_top_k: int | None = None) -> None:
         """Raise `NotReplayable` if the reply could not be replayed from its supports.
@@ -106,6 +116,8 @@ class SamplingParams(Block):
             )
 
     def _check_top_k(self, max_top_k: int | None) -> None:
+        if self.top_k == "auto":
+            return  # the engine that resolves it knows its cap
         if self.top_k is None or self.top_k == -1:
             raise NotReplayable(
                 f"sampling.top_k: got {self.top_k}, must be finite; top_p bounds probability mass, "

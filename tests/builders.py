@@ -99,6 +99,9 @@ class ScriptedEngine:
     def info(self) -> EngineInfo:
         return EngineInfo(name="scripted", version="1", model="none", max_top_k=None)
 
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        return params
+
     def check(self, params: SamplingParams) -> None:
         params.check_replayable()
 

@@ -97,6 +97,21 @@ def test_settings_that_no_server_takes_are_invalid(settings: dict[str, Any], wor
         SamplingParams(**settings)
 
 
+@pytest.mark.parametrize(
+    ("top_p", "is_off"),
+    [(1.0, False), (0.99999999, True), (0.99999997, False), (0.95, False)],
+    ids=str,
+)
+def test_a_top_p_that_rounds_to_one_has_no_effect(top_p: float, is_off: bool) -> None:
+    assert SamplingParams(top_k=3, top_p=top_p).top_p_is_off is is_off
+
+
+def test_auto_waits_for_the_engine() -> None:
+    SamplingParams(top_k="auto").check_replayable()
+    with pytest.raises(ValidationError, match="top_k"):
+        SamplingParams(top_k="automatic")
+
+
 def test_canonical_json_does_not_depend_on_order() -> None:
     assert (
         canonical_json({"b": 1, "a": "é"})

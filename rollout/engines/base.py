@@ -112,6 +112,10 @@ class Engine(Protocol):
         """Valid once entered."""
         ...
 
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """`params` with what only the engine knows filled in: a number for `top_k: auto`."""
+        ...
+
     def check(self, params: SamplingParams) -> None:
         """Raise `NotReplayable` or `ConfigError` for settings this engine cannot serve."""
         ...

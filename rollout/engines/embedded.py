@@ -31,6 +31,8 @@ from rollout.prompts import load_tokenizer
 from rollout.record import WeightSpan
 from rollout.sampling import SamplingParams
 
+AUTO_TOP_K = 512
+
 GATHER_S = 0.002
 """How long a batch waits for company: calls made in one turn of the event loop go together."""
 
@@ -110,6 +112,13 @@ class EmbeddedEngine:
             max_top_k=vocab_size,
             details=details | {"vocab_size": vocab_size},
         )
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """`params` with a number for `top_k: auto`: the vocabulary is the only bound here."""
+        if params.top_k != "auto":
+            return params
+        top_k = min(AUTO_TOP_K, self._entered().vocab_size)
+        return params.model_copy(update={"top_k": top_k})
 
     def check(self, params: SamplingParams) -> None:
         """Raise `NotReplayable` or `ConfigError` for settings this engine cannot serve."""

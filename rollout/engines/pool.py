@@ -119,6 +119,11 @@ class EnginePool:
         """The first endpoint's; the others serve the same model."""
         return self._endpoints[0].engine.info
 
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """As the most restricted endpoint wants it, so that all of them can serve it."""
+        resolved = [endpoint.engine.resolve(params) for endpoint in self._endpoints]
+        return min(resolved, key=lambda p: p.top_k if isinstance(p.top_k, int) else 0)
+
     def check(self, params: SamplingParams) -> None:
         """Every endpoint must be able to serve `params`."""
         for endpoint in self._endpoints:

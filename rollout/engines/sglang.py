@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.base import Completion, EngineInfo
 from rollout.engines.parse_process import ParseProcess
-from rollout.engines.sglang_reply import error_words
-from rollout.errors import (
-    EngineError,
-    EngineRefused,
-    EngineUnreachable,
-    IdOutsideVocabulary,
-    NotReplayable,
-    ReplyMalformed,
-    RolloutError,
-)
+from rollout.engines.sglang_http import SGLangHttp, retry_after_s
+from rollout.engines.sglang_rules import ServerRules
+from rollout.errors import EngineError, IdOutsideVocabulary, NotReplayable, RolloutError
 from rollout.sampling import SamplingParams
-
-CONNECT_TIMEOUT_S = 10.0
-DESCRIBE_TIMEOUT_S = 60.0
-
-CAPTURED_SINCE = (0, 5, 20)
-"""First version that returns the set it sampled from; before, it was rebuilt beside the sampler."""
 
 
 class SGLangEngine:
@@ -53,19 +34,17 @@ class SGLangEngine:
         queue_timeout_s: float = 600.0,
         slowest_tokens_per_s: float = 2.0,
     ) -> None:
-        self.url = url.rstrip("/")
+        self._http = SGLangHttp(url)
         self._vocab_size = vocab_size
         self._queue_timeout_s = queue_timeout_s
         self._slowest_tokens_per_s = slowest_tokens_per_s
-        self._session: aiohttp.ClientSession | None = None
         self._parser = ParseProcess()
         self._server: dict[str, Any] = {}
+        self._rules: ServerRules | None = None
         self._info: EngineInfo | None = None
 
     async def __aenter__(self) -> Self:
-        # concurrency is bounded by the collector alone, and time by each request
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector)
+        self._http.open()
         try:
             await self._read_server()
             await self.generate(
@@ -83,17 +62,20 @@ class SGLangEngine:
         traceback: TracebackType | None,
     ) -> None:
         await self._parser.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     @property
     def info(self) -> EngineInfo:
         assert self._info is not None, "enter the engine first"
         return self._info
 
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """`params` with a number for `top_k: auto`."""
+        return self._known_rules().resolve(params)
+
     def check(self, params: SamplingParams) -> None:
-        """Raise `NotReplayable` for what the server would refuse, or answer beyond replay."""
-        params.check_replayable(self.info.max_top_k)
+        """Raise `NotReplayable` or `EngineRefused` for what this server would refuse or distort."""
+        self._known_rules().check(params)
         if params.logit_bias:
             raise NotReplayable(
                 "sampling.logit_bias: a ban (-inf) has no form in JSON; "
@@ -102,20 +84,22 @@ class SGLangEngine:
 
     def meta(self, params: SamplingParams) -> dict[str, Any]:
         """How rollouts with `params` are sampled, as their `engine_meta` says it."""
-        backend = self._server.get("sampling_backend")
-        captured = _version(self.info.version) >= CAPTURED_SINCE
-        keeps_ties = captured and backend == "flashinfer"
+        rules = self._known_rules()
         return {
             "engine": "sglang",
             "version": self.info.version,
-            "sampling_backend": backend,
-            "filter_order": "sequential" if keeps_ties and params.min_p > 0 else "joint",
-            "tie_policy": "keep" if keeps_ties else "cut",
+            "sampling_backend": rules.sampling_backend,
+            "filter_order": rules.filter_order(params.min_p),
+            "tie_policy": "keep" if rules.keeps_ties else "cut",
             "fp32_head": self._server.get("enable_fp32_lm_head"),
             "deterministic": self._server.get("enable_deterministic_inference"),
-            "support_source": "captured" if captured else "reconstructed",
-            "endpoint": self.url,
+            "support_source": "captured" if rules.captures else "reconstructed",
+            "endpoint": self._http.url,
         }
+
+    def _known_rules(self) -> ServerRules:
+        assert self._rules is not None, "enter the engine first"
+        return self._rules
 
     async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
         """One `/generate` request: one prompt, n = 1, not streamed."""
@@ -136,87 +120,29 @@ class SGLangEngine:
             "return_prompt_token_ids": True,
         }
         timeout_s = self._queue_timeout_s + params.max_new_tokens / self._slowest_tokens_per_s
-        status, headers, body = await self._ask("/generate", timeout_s, request)
+        answer = await self._http.post("/generate", request, timeout_s)
         try:
-            completion = await self._parser.parse(status, body, ids)
+            completion = await self._parser.parse(answer.status, answer.body, ids)
         except RolloutError as error:
-            error.body = body
-            error.args = (f"{self.url}/generate: {error}",)
+            error.body = answer.body
+            error.args = (f"{self._http.url}/generate: {error}",)
             if isinstance(error, EngineError):
-                error.retry_after_s = retry_after_s(headers.get("Retry-After"))
+                error.retry_after_s = retry_after_s(answer.headers.get("Retry-After"))
             raise
         return replace(completion, engine_meta=self.meta(params))
 
     async def _read_server(self) -> None:
-        self._server = await self._get("/server_info")
-        model = await self._get("/model_info")
-        cap = self._server.get("sampling_mask_max_tokens")
+        self._server = await self._http.describe("/server_info")
+        model = await self._http.describe("/model_info")
+        self._rules = ServerRules.of(self._server)
         self._info = EngineInfo(
             name="sglang",
             version=str(self._server.get("version", "unknown")),
             model=str(model.get("model_path", "unknown")),
-            max_top_k=cap if isinstance(cap, int) else None,
+            max_top_k=self._rules.cap,
             details={
                 "weight_version": model.get("weight_version"),
                 "sampling_backend": self._server.get("sampling_backend"),
                 "dtype": self._server.get("dtype"),
             },
         )
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        status, _, body = await self._ask(path, DESCRIBE_TIMEOUT_S)
-        if status != 200:
-            raise EngineRefused(
-                f"{self.url}{path}: HTTP {status}: {error_words(body)}; is this an SGLang server?"
-            )
-        try:
-            value = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ReplyMalformed(f"{self.url}{path}: {error}; is this an SGLang server?") from error
-        if not isinstance(value, dict):
-            raise ReplyMalformed(f"{self.url}{path}: not an object; is this an SGLang server?")
-        return value
-
-    async def _ask(
-        self, path: str, timeout_s: float, request: dict[str, Any] | None = None
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body; a request makes it a POST."""
-        assert self._session is not None, "enter the engine first"
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._session.request(
-                "GET" if request is None else "POST",
-                self.url + path,
-                data=None if request is None else msgspec.json.encode(request),
-                headers={"Content-Type": "application/json"},
-                timeout=timeout,
-            ) as response:
-                return response.status, response.headers, await response.read()
-        except aiohttp.InvalidURL as error:
-            raise EngineUnreachable(f"{self.url}: not a URL; wanted http://host:port") from error
-        except TimeoutError as error:
-            raise EngineUnreachable(f"{self.url}{path}: no answer in {timeout_s:.0f} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineUnreachable(
-                f"{self.url}{path}: no answer ({error or type(error).__name__}); "
-                "is the server up, and is engine.url right?"
-            ) from error
-
-
-def retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header asks for, as a number or a date; 0 without one."""
-    if header is None:
-        return 0.0
-    if header.strip().isdecimal():
-        return float(header)
-    try:
-        until = parsedate_to_datetime(header)
-    except (ValueError, OverflowError):
-        return 0.0  # not in either form: as good as absent
-    if until.tzinfo is None:
-        until = until.replace(tzinfo=UTC)
-    return max(0.0, (until - datetime.now(UTC)).total_seconds())
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from rollout.engines.base import Completion
 from rollout.engines.json_rows import float_rows, id_rows, ids_array
+from rollout.engines.sglang_rules import refusal
 from rollout.errors import (
     EngineBusy,
     EngineFailed,
-    EngineRefused,
     GenerationAborted,
     LengthMismatch,
     PromptTokenCount,
@@ -100,7 +100,7 @@ def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = Non
     if status in BUSY:
         raise EngineBusy(f"HTTP {status}: {error_words(body)}")
     if 400 <= status < 500:
-        raise EngineRefused(f"HTTP {status}: {error_words(body)}")
+        raise refusal(f"HTTP {status}: {error_words(body)}")
     if status != 200:
         raise EngineFailed(f"HTTP {status}: {error_words(body)}")
     try:

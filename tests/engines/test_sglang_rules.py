@@ -1,0 +1,137 @@
+"""The rules of each SGLang release, and every row of its rejection table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout import errors
+from rollout.engines.sglang_reply import parse_reply
+from rollout.engines.sglang_rules import ServerRules
+from rollout.sampling import SamplingParams
+
+
+def rules(version: str, **info: Any) -> ServerRules:
+    return ServerRules.of({"version": version, **info})
+
+
+@pytest.mark.parametrize(
+    ("version", "captures", "support_mode", "cap"),
+    [
+        ("0.5.16", False, False, None),
+        ("0.5.19", False, False, None),
+        ("0.5.20", True, False, 4096),
+        ("0.5.21", True, True, 4096),
+        ("0.5.23.post1", True, True, 4096),
+        ("0.6.0", True, True, 4096),
+    ],
+)
+def test_what_each_release_can_do(
+    version: str, captures: bool, support_mode: bool, cap: int | None
+) -> None:
+    got = rules(version, sampling_backend="flashinfer")
+    assert (got.captures, got.has_support_mode, got.cap) == (captures, support_mode, cap)
+    assert got.keeps_ties is captures
+
+
+def test_a_release_without_masks_is_refused() -> None:
+    with pytest.raises(errors.EngineError, match="0.5.15 has no sampling masks"):
+        rules("0.5.15")
+
+
+@pytest.mark.parametrize(
+    ("cap", "top_k"),
+    [(4096, 512), (512, 448), (1024, 512), (640, 512), (600, 525), (100, 36), (64, 1), (1, 1)],
+    ids=str,
+)
+def test_auto_leaves_room_for_ties_below_the_cap(cap: int, top_k: int) -> None:
+    resolved = rules("0.5.23", sampling_mask_max_tokens=cap).resolve(SamplingParams(top_k="auto"))
+    assert resolved.top_k == min(512, top_k)
+    rules("0.5.23", sampling_mask_max_tokens=cap).check(resolved)
+
+
+def test_a_number_is_left_alone() -> None:
+    assert rules("0.5.23").resolve(SamplingParams(top_k=7)).top_k == 7
+
+
+@pytest.mark.parametrize(
+    ("info", "settings", "error", "words"),
+    [
+        pytest.param({}, {}, errors.NotReplayable, "must be finite", id="top_k missing"),
+        pytest.param({}, {"top_k": -1, "top_p": 0.9}, errors.NotReplayable, "top_p bounds",
+                     id="top_p only"),
+        pytest.param({}, {"top_k": 4097}, errors.NotReplayable, "at most 4096", id="over the cap"),
+        pytest.param({"speculative_algorithm": "EAGLE"}, {"top_k": 5}, errors.EngineRefused,
+                     "decodes speculatively", id="speculative decoding"),
+        pytest.param({"speculative_algorithm": "DFLASH"}, {"top_k": 5, "min_p": 0.1},
+                     errors.NotReplayable, "min_p: not with", id="DFlash with min_p"),
+        pytest.param({"sampling_backend": "ascend"}, {"top_k": 5}, errors.EngineRefused,
+                     "ascend", id="ascend"),
+        pytest.param({}, {"top_k": 5, "n": 2}, errors.NotReplayable, "sampling.n", id="n 2"),
+        pytest.param({}, {"top_k": 5, "max_new_tokens": 0}, errors.NotReplayable,
+                     "max_new_tokens", id="no token"),
+    ],
+)  # fmt: skip
+def test_what_the_server_would_refuse_is_refused_before(
+    info: dict[str, Any], settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        rules("0.5.23", **info).check(SamplingParams(**settings))
+
+
+@pytest.mark.parametrize(
+    ("version", "info"),
+    [
+        pytest.param("0.5.19", {}, id="no cap before 0.5.20"),
+        pytest.param("0.5.22", {"speculative_algorithm": "DFlash"}, id="DFlash since 0.5.22"),
+    ],
+)
+def test_what_the_server_takes_is_let_through(version: str, info: dict[str, Any]) -> None:
+    limit = 100_000 if version == "0.5.19" else 4096
+    rules(version, **info).check(SamplingParams(top_k=limit))
+
+
+def test_dflash_before_masks_came_is_refused() -> None:
+    with pytest.raises(errors.EngineRefused, match="decodes speculatively"):
+        rules("0.5.21", speculative_algorithm="DFLASH").check(SamplingParams(top_k=5))
+
+
+REJECTIONS = {  # the server's words: (status, error)
+    "return_sampling_mask requires finite top_k; top_p-only sampling is valid but": (
+        400, errors.EngineRefused),
+    "return_sampling_mask cannot return the full vocabulary; set top_p < 1 or a finite top_k.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096; got": (
+        400, errors.EngineRefused),
+    "return_sampling_mask with disaggregation requires SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX": (
+        400, errors.EngineRefused),
+    "return_sampling_mask requires SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1 on both prefill and": (
+        400, errors.EngineRefused),
+    "return_sampling_mask is not supported with speculative decoding.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask is not supported with the ascend sampling backend.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask only supports DisallowedTokensLogitsProcessor among custom logit": (
+        400, errors.EngineRefused),
+    "sampling_logprobs_mode can only be set when return_sampling_mask=true.": (
+        400, errors.EngineRefused),
+    "Beam search does not support sampling-mask/routed-experts returns.": (
+        400, errors.EngineRefused),
+    "Sampling support exceeds --sampling-mask-max-tokens=4096, commonly because of cutoff ties.": (
+        400, errors.SupportOverflow),
+    "The sampling backend selected a token outside its captured sampling support.": (
+        500, errors.EngineFailed),
+    "The sampling backend did not return captured sampling support.": (500, errors.EngineFailed),
+    "The request queue is full.": (503, errors.EngineBusy),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", list(REJECTIONS))
+@pytest.mark.parametrize("envelope", ['{"error": {"message": "%s"}}', '{"error": "%s"}'])
+def test_every_rejection_is_told_apart_with_the_servers_words(words: str, envelope: str) -> None:
+    status, error = REJECTIONS[words]
+    with pytest.raises(error) as caught:
+        parse_reply(status, (envelope % words).encode())
+    assert type(caught.value) is error
+    assert words in str(caught.value)
