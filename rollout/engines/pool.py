@@ -74,8 +74,8 @@ class EnginePool:
 
     A rollout goes to the endpoint with the fewest in flight or, with `prefix_affinity`, to the one
     that prompts beginning alike always go to. An endpoint that fails three times in a row rests and
-    is then tried with one rollout; while all rest, rollouts wait, so that an outage costs them no
-    attempts. `EngineDown` when that has lasted for `down_after_s`.
+    is then tried with one rollout. While all rest, rollouts wait and take turns in trying, which
+    costs them no attempts. `EngineDown` when that has lasted for `down_after_s`.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class EnginePool:
         self._prefix_affinity = prefix_affinity
         self._down_after_s = down_after_s
         self._resting_since: float | None = None  # all of them
+        self._waiting = 0  # rollouts, while all endpoints rest
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -138,8 +139,8 @@ class EnginePool:
             completion = await endpoint.engine.generate(prompt_ids, params)
         except _SICKNESS as error:
             endpoint.note_failure(asked_at, time.monotonic())
-            # a server that answers with an error may do so because of the prompt
-            error.counts = not is_trial or isinstance(error, EngineFailed)
+            # others wait to try it next: what fails for all of them is not this rollout's fault
+            error.counts = not (is_trial and self._waiting)
             raise
         except RolloutError:
             self._note_answer(endpoint)  # not what was wanted, but it is alive
@@ -169,10 +170,16 @@ class EnginePool:
                     f"no endpoint has answered for {down_s:.0f} s; "
                     "what was collected is kept: start the servers and run the same command again"
                 )
-            self._news.clear()
+            await self._wait_for_news(min(e.awake_at for e in self._endpoints) - now)
+
+    async def _wait_for_news(self, longest_s: float) -> None:
+        self._news.clear()
+        self._waiting += 1
+        try:
             with suppress(TimeoutError):
-                first = min(e.awake_at for e in self._endpoints)
-                await asyncio.wait_for(self._news.wait(), first - now)
+                await asyncio.wait_for(self._news.wait(), longest_s)
+        finally:
+            self._waiting -= 1
 
     def _best(self, awake: list[_Endpoint], prompt_ids: NDArray[np.int32]) -> _Endpoint:
         if not self._prefix_affinity:
