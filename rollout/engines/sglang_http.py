@@ -15,6 +15,8 @@ from rollout.errors import EngineRefused, EngineUnreachable, ReplyMalformed
 
 CONNECT_TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0
+READ_BUFFER_BYTES = 2**20
+"""Replies are larger than aiohttp's 64 kB, after which it stops and starts reading."""
 
 
 class Answer(NamedTuple):
@@ -34,7 +36,9 @@ class SGLangHttp:
 
     def open(self) -> None:
         # concurrency is bounded by the collector alone, and time by each request
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), read_bufsize=READ_BUFFER_BYTES
+        )
 
     async def close(self) -> None:
         if self._session is not None:
