@@ -2,7 +2,9 @@
 
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
+from rollout.engines.sglang import SGLangEngine
 from rollout.errors import RolloutError
+from rollout.prompts import Prompt
 from rollout.reader import Run, open_run
 from rollout.record import Rollout, WeightSpan
 from rollout.sampling import SamplingParams
@@ -14,11 +16,13 @@ __all__ = [
     "Engine",
     "EngineInfo",
     "Outcome",
+    "Prompt",
     "Request",
     "Rollout",
     "RolloutError",
     "Run",
     "RunWriter",
+    "SGLangEngine",
     "SamplingParams",
     "Support",
     "WeightSpan",

@@ -51,6 +51,9 @@ class SGLangConfig(Block):
     kind: Literal["sglang"] = "sglang"
     url: str | Annotated[list[str], Field(min_length=1)]
     """One endpoint, or several to spread over: least in flight first."""
+    support_logprobs: bool = True
+    """Record the logprob of every support id, not only the sampled one: replay then knows the exact
+    KL over the support, for 4 bytes more per id."""
     prefix_affinity: bool = False
     """Send prompts that begin alike to the same endpoint, for its prefix cache."""
     queue_timeout_s: Annotated[float, Field(gt=0)] = 600.0

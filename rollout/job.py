@@ -143,6 +143,7 @@ def make_engine(config: CollectConfig, vocab_size: int) -> Engine:
         SGLangEngine(
             url,
             vocab_size=vocab_size,
+            support_logprobs=engine.support_logprobs,
             queue_timeout_s=engine.queue_timeout_s,
             slowest_tokens_per_s=engine.slowest_tokens_per_s,
         )

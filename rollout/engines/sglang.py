@@ -22,7 +22,8 @@ class SGLangEngine:
 
     Entering reads what the server is and asks for one token, so that a server that drops the
     sampling mask fails before any prompt is spent. `vocab_size` guards the server: a prompt id
-    outside the vocabulary kills SGLang 0.5.23. A rollout times out after `queue_timeout_s` and the
+    outside the vocabulary kills SGLang 0.5.23. With `support_logprobs` the logprob of every support
+    id is asked for; releases before 0.5.21 send the sampled one alone. A rollout times out after `queue_timeout_s` and the
     time that `max_new_tokens` take at `slowest_tokens_per_s`.
     """
 
@@ -31,11 +32,13 @@ class SGLangEngine:
         url: str,
         *,
         vocab_size: int,
+        support_logprobs: bool = True,
         queue_timeout_s: float = 600.0,
         slowest_tokens_per_s: float = 2.0,
     ) -> None:
         self._http = SGLangHttp(url)
         self._vocab_size = vocab_size
+        self._mode = "support" if support_logprobs else "selected"
         self._queue_timeout_s = queue_timeout_s
         self._slowest_tokens_per_s = slowest_tokens_per_s
         self._parser = ParseProcess()
@@ -116,7 +119,7 @@ class SGLangEngine:
             "stream": False,
             "return_logprob": True,
             "return_sampling_mask": True,
-            "sampling_logprobs_mode": "support",
+            "sampling_logprobs_mode": self._mode,
             "return_prompt_token_ids": True,
         }
         timeout_s = self._queue_timeout_s + params.max_new_tokens / self._slowest_tokens_per_s

@@ -60,5 +60,6 @@ def test_anything_else_is_malformed(raw: bytes, words: str) -> None:
 
 def test_plain_ids_must_fit_too() -> None:
     assert ids_array([1, -1], "x").tolist() == [1, -1]
-    with pytest.raises(ReplyMalformed, match="output_ids: an id does not fit into 32 bits"):
-        ids_array([2**31], "output_ids")
+    for large in (2**31, 2**63, 2**64 - 1, 2**70, -(2**31) - 1):
+        with pytest.raises(ReplyMalformed, match="output_ids: an id does not fit into 32 bits"):
+            ids_array([1, large], "output_ids")
