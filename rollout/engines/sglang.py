@@ -23,8 +23,8 @@ class SGLangEngine:
     Entering reads what the server is and asks for one token, so that a server that drops the
     sampling mask fails before any prompt is spent. `vocab_size` guards the server: a prompt id
     outside the vocabulary kills SGLang 0.5.23. With `support_logprobs` the logprob of every support
-    id is asked for; releases before 0.5.21 send the sampled one alone. A rollout times out after `queue_timeout_s` and the
-    time that `max_new_tokens` take at `slowest_tokens_per_s`.
+    id is asked for; releases before 0.5.21 send the sampled one alone. A rollout times out after
+    `queue_timeout_s` and the time that `max_new_tokens` take at `slowest_tokens_per_s`.
     """
 
     def __init__(
