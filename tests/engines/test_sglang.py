@@ -97,9 +97,11 @@ def test_request_asks_for_everything_replay_needs() -> None:
 
 def test_one_logprob_per_token_can_be_asked_for() -> None:
     async def run() -> Any:
-        async with server(good_reply) as (url, asked):
-            async with SGLangEngine(url, vocab_size=100, support_logprobs=False):
-                return asked
+        async with (
+            server(good_reply) as (url, asked),
+            SGLangEngine(url, vocab_size=100, support_logprobs=False),
+        ):
+            return asked
 
     assert [request["sampling_logprobs_mode"] for request in asyncio.run(run())] == ["selected"]
 
