@@ -47,7 +47,7 @@ def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                      "'top_k'?", id="misspelt key in an override"),
         pytest.param(GOOD + "sampilng: {}", [], "unknown key 'sampilng'; did you mean 'sampling'",
                      id="misspelt block"),
-        pytest.param(GOOD, ["sampling.top_k='20'"], "sampling.top_k: Input should be a valid "
+        pytest.param(GOOD, ["sampling.top_k='20'"], "sampling.top_k.int: Input should be a valid "
                      "integer, got '20'", id="wrong type"),
         pytest.param(GOOD, ["engine.kind=vlllm"], "engine: .* 'embedded', 'sglang'",
                      id="unknown engine"),

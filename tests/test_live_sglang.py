@@ -86,6 +86,7 @@ def test_what_sglang_sampled_is_consistent_with_transformers(
         "fp32_head": False,
         "deterministic": False,
         "support_source": "captured",
+        "endpoint": sglang_url,
     }
 
 
