@@ -1,8 +1,8 @@
 """ParseProcess: replies decoded outside the event loop's process.
 
 JSON decoders hold the GIL: a 30 MB reply would stop every other request for a third of a second.
-Small replies are decoded on the spot. The worker is `python -m rollout.engines.parse_process`, one
-reply at a time: a frame in (length, pickled (status, prompt ids), length, body), a frame out
+Small replies are decoded on the spot. The worker is a Python of its own that runs `main`, one reply
+at a time: a frame in (length, pickled (status, prompt ids), length, body), a frame out
 (length, pickled `Completion` or error).
 """
 
@@ -76,7 +76,12 @@ class ParseProcess:
             pipe = asyncio.subprocess.PIPE
             # in a session of its own: Ctrl-C is for us, and what is in flight is still decoded
             self._worker = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, start_new_session=True
+                sys.executable,
+                "-c",
+                f"from {__name__} import main; main()",
+                stdin=pipe,
+                stdout=pipe,
+                start_new_session=True,
             )
             assert self._worker.stdin is not None
             _widen(self._worker.stdin.get_extra_info("pipe"))
@@ -122,5 +127,6 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
         sink.flush()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The worker, on its standard streams."""
     serve(sys.stdin.buffer, sys.stdout.buffer)
