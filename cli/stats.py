@@ -16,7 +16,7 @@ from cli.options import echo_json, json_option, reports_errors
 def stats(runs: tuple[Path, ...], as_json: bool) -> None:
     """Count what is in run directories, side by side.
 
-    Every number is of the whole run, over all sessions that wrote it; a collect may be at work.
+    Every number is of the whole run, over all commands that wrote it; a collect may be at work.
 
     \b
     Example:

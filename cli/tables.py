@@ -30,18 +30,18 @@ def print_stats_of(runs: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Label and text of each line; an empty run has no sizes and no latencies."""
-    sizes, latency, session = stats["support_size"], stats["latency_ms"], stats.get("session")
+    sizes, latency, last = stats["support_size"], stats["latency_ms"], stats.get("last_command")
     attempts, reward, tokens = stats["attempts"], stats["reward"], stats["output_tokens"]
     unknown = tokens - sum(stats["weight_versions"].values())
     versions = stats["weight_versions"] | ({"unknown": unknown} if unknown > 0 else {})
-    of_session = {}
-    if session:
-        of_session["tokens/s (this session)"] = f"{session['output_tokens_per_s']:,.0f}"
-        of_session["retried (this session)"] = _counts(session.get("retried", {}))
+    of_command = {}
+    if last:
+        of_command["tokens/s (this command)"] = f"{last['output_tokens_per_s']:,.0f}"
+        of_command["retried (this command)"] = _counts(last.get("retried", {}))
     return {
         "rollouts": stats["rollouts"],
         "output tokens": tokens,
-        **of_session,
+        **of_command,
         "finish reasons": _counts(stats["finish_reasons"]),
         "latency p50 / p95 / p99": " / ".join(f"{latency[p]:,.0f} ms" for p in latency) or "none",
         "support size": f"mean {sizes['mean']:.1f}, median {sizes['median']:.0f}, "

@@ -36,14 +36,14 @@ ENGINE_MAY_CHANGE = {
 
 @dataclass
 class Progress:
-    """How far a run is; rollouts of earlier sessions are done from the start."""
+    """How far a run is; rollouts of earlier commands are done from the start."""
 
     total: int
     done: int = 0
     failed: int = 0
     rejected: int = 0
-    output_tokens: int = 0  # of this session
-    retried: Counter[str] = field(default_factory=Counter)  # failures tried again, of this session
+    output_tokens: int = 0  # of this command
+    retried: Counter[str] = field(default_factory=Counter)  # failures tried again, of this command
 
     @property
     def lost(self) -> int:
@@ -88,7 +88,7 @@ async def collect_run(
         "complete": progress.done + progress.lost == progress.total,
         "top_k": config.sampling.sampler.top_k,
         "duplicate_bos": prompts.doubled_bos,
-        "session": {
+        "last_command": {
             "elapsed_s": elapsed_s,
             "output_tokens_per_s": progress.output_tokens / elapsed_s,
             "retried": dict(progress.retried),
@@ -221,7 +221,7 @@ class _Keeper:
         number = 0
         for rollout in outcome.aborted:
             while (rollout_id := _abort_id(outcome.request, number)) in self._writer.done:
-                number += 1  # of an earlier session
+                number += 1  # of an earlier command
             try:
                 self._writer.write(replace(rollout, rollout_id=rollout_id))
             except DataError as broken_rule:

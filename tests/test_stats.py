@@ -72,12 +72,12 @@ def test_an_empty_run_has_numbers_too(tmp_path: Path) -> None:
     assert "no tokens" in result.stdout
 
 
-def test_a_collect_also_shows_its_session(
+def test_a_collect_also_shows_itself(
     two_versions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_stats(run_stats(two_versions) | {"session": {"output_tokens_per_s": 1234.5}})
+    print_stats(run_stats(two_versions) | {"last_command": {"output_tokens_per_s": 1234.5}})
     lines = capsys.readouterr().out.splitlines()
-    assert ["tokens/s", "(this", "session)", "1,234"] in [line.split() for line in lines]
+    assert ["tokens/s", "(this", "command)", "1,234"] in [line.split() for line in lines]
 
 
 @pytest.mark.parametrize(

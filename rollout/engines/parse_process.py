@@ -74,7 +74,7 @@ class ParseProcess:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._worker is None:
             pipe = asyncio.subprocess.PIPE
-            # in a session of its own: Ctrl-C is for us, and what is in flight is still decoded
+            # in a process group of its own: Ctrl-C is for us, and what is in flight gets decoded
             self._worker = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",
