@@ -34,7 +34,7 @@ class Block(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(f"{where}: {_explain(error)}") from error
+            raise ConfigError(f"{where}: {explain(error)}") from error
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
@@ -95,7 +95,7 @@ def _suggest(key: str, known: Mapping[str, Any]) -> str:
     return f"; known keys: {', '.join(known)}"
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
     """Pydantic's findings on one line each, without its links."""
     lines = []
     for finding in error.errors(include_url=False):

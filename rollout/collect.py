@@ -151,21 +151,25 @@ async def collect_outcomes(
 
     workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     finished = asyncio.gather(*workers)
+    waiting = asyncio.ensure_future(results.get())
     try:
-        while not finished.done() or not results.empty():
-            if results.empty():
-                waiting = asyncio.ensure_future(results.get())
-                either: list[asyncio.Future[Any]] = [waiting, finished]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not waiting.done():
-                    waiting.cancel()
-                    continue
+        while not finished.done():
+            either: list[asyncio.Future[Any]] = [waiting, finished]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
                 yield waiting.result()
-            else:
-                yield results.get_nowait()
-        finished.result()  # a bug in an engine or a reward ends the run here
+                waiting = asyncio.ensure_future(results.get())
+        # a bug in an engine or a reward ends one worker: the others take no more, nothing is lost
+        for worker in workers:
+            worker.cancel()
+        if waiting.done():
+            yield waiting.result()
+        while not results.empty():
+            yield results.get_nowait()
+        finished.result()
     finally:
-        finished.cancel()
+        for task in (waiting, *workers):
+            task.cancel()
         await asyncio.gather(*workers, finished, return_exceptions=True)
 
 

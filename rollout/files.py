@@ -27,6 +27,11 @@ def disk_full_is_an_error(path: Path) -> Iterator[None]:
         raise DiskFull(f"{path}: cannot be written ({error.strerror}); make room there") from error
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether `name` is written as a path, not as a hub id, and nothing is there."""
+    return name.startswith(("/", ".", "~")) and not os.path.exists(name)
+
+
 def write_at(descriptor: int, offset: int, data: bytes) -> None:
     """All of `data` at `offset`, durably."""
     view = memoryview(data)

@@ -68,10 +68,10 @@ async def collect_run(
     # settings that no server could serve are refused before anything is loaded
     config.sampling.check_replayable()
     reward = None if config.reward is None else load_reward(config.reward)
-    prompts = load_prompts(config.prompts, config.model)
+    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.model)
     if not prompts.prompts:
         raise ConfigError(f"prompts: {config.prompts.dataset} has no rows to collect")
-    async with make_engine(config, prompts.vocab_size) as engine:
+    async with make_engine(config, prompts.vocab_size, stop) as engine:
         config = config.model_copy(update={"sampling": engine.resolve(config.sampling)})
         engine.check(config.sampling)
         identity = _identity(config, prompts, engine)
@@ -84,7 +84,7 @@ async def collect_run(
                 writer, engine, wanted, config, reward=reward, on_progress=on_progress, stop=stop
             )
             elapsed_s = time.monotonic() - start
-    stats = run_stats(out) | {
+    stats = await asyncio.to_thread(run_stats, out) | {
         "complete": progress.done + progress.lost == progress.total,
         "top_k": config.sampling.sampler.top_k,
         "duplicate_bos": prompts.doubled_bos,
@@ -128,8 +128,10 @@ async def collect_into(
     return progress
 
 
-def make_engine(config: CollectConfig, vocab_size: int) -> Engine:
-    """The engine that `config` names, not yet entered."""
+def make_engine(
+    config: CollectConfig, vocab_size: int, stop: asyncio.Event | None = None
+) -> Engine:
+    """The engine that `config` names, not yet entered; `stop` ends waiting for sick endpoints."""
     engine = config.engine
     if isinstance(engine, EmbeddedConfig):
         from rollout.engines.embedded import EmbeddedEngine  # the one that needs torch
@@ -150,7 +152,10 @@ def make_engine(config: CollectConfig, vocab_size: int) -> Engine:
         for url in urls
     ]
     return EnginePool(
-        servers, prefix_affinity=engine.prefix_affinity, down_after_s=engine.down_after_s
+        servers,
+        prefix_affinity=engine.prefix_affinity,
+        down_after_s=engine.down_after_s,
+        stop=stop,
     )
 
 
@@ -178,8 +183,10 @@ class _Keeper:
                 if isinstance(outcome.error, EngineDown):
                     raise outcome.error
                 async with self._writing:
-                    await asyncio.shield(asyncio.to_thread(self._store, outcome))
+                    await _in_thread(self._store, outcome)
                 self._on_progress(self._progress)
+                if ticking.done():
+                    ticking.result()  # a disk that failed it will fail us
                 if self._progress.lost > lost_allowed(self._config, self._progress.total):
                     return
         finally:
@@ -191,7 +198,7 @@ class _Keeper:
         while True:
             await asyncio.sleep(1)
             async with self._writing:
-                await asyncio.shield(asyncio.to_thread(self._writer.commit_if_old))
+                await _in_thread(self._writer.commit_if_old)
 
     def _store(self, outcome: Outcome) -> None:
         """Into the shards, rejected.jsonl or errors.jsonl: every outcome leaves a trace."""
@@ -226,6 +233,21 @@ class _Keeper:
                 self._writer.write(replace(rollout, rollout_id=rollout_id))
             except DataError as broken_rule:
                 self._writer.reject(broken_rule, None, rollout_id=rollout_id)
+
+
+async def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    """Run it in a thread. A cancellation waits until it is done: leaving the writer's context in
+    the middle of a commit would write the same bytes from two threads."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 def _abort_id(request: Request, number: int) -> str:

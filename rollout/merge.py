@@ -44,7 +44,10 @@ def merge_runs(out: Path, sources: Sequence[Path]) -> Merged:
     rejected.jsonl of `out`. Failures and rejections of the sources stay with them.
     """
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is there already, and a merge makes a new run; choose another")
+        raise ConfigError(
+            f"{out}: is there already, and a merge makes a new run; choose another, or remove it "
+            "if it is what an unfinished merge left"
+        )
     runs = [open_run(source) for source in sources]
     identity = _identity(runs)
     total = _check_rollouts(runs)

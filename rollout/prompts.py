@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollout.config import PromptsConfig
 from rollout.errors import ConfigError
+from rollout.files import is_missing_folder
 
 FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -46,7 +47,8 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model!r}: no tokenizer to be had: {error}") from error
+        why = "no such folder" if is_missing_folder(model) else error
+        raise ConfigError(f"model {model!r}: no tokenizer to be had: {why}") from error
 
 
 def load_prompts(config: PromptsConfig, model: str) -> PromptSet:

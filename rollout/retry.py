@@ -43,4 +43,5 @@ def pause_s(
     # the exponent has a bound too: a float cannot hold the doublings of a long night
     bound = min(config.longest_pause_s, config.first_pause_s * 2.0 ** min(attempt - 1, 64))
     pause = max(error.retry_after_s, random.uniform(0, bound))
-    return pause if elapsed_s + pause <= config.budget_s else None
+    in_budget = elapsed_s + pause <= config.budget_s or not error.counts
+    return pause if in_budget else None

@@ -51,6 +51,8 @@ class SamplingParams(Block):
     ebnf: str | None = None
     structural_tag: str | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Like the one above, of the text alone."""
     no_stop_trim: bool = False
 
     n: int = 1

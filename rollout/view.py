@@ -15,6 +15,7 @@ from rollout.reader import Run
 from rollout.record import Rollout
 
 TEXT_LENGTH = 40  # characters of a rollout in a list
+MOST_COMPARED = 10_000  # ids that a mistyped one is compared with; difflib takes minutes for more
 TOP = 5  # ids of a support that are shown
 
 Decode = Callable[[int], str | None]
@@ -65,12 +66,18 @@ def view_rollout(
 
 
 def find_rollout(run: Run, rollout_id: str) -> Rollout:
-    """The rollout of this id; raises `BadRolloutId` with the closest ids there are."""
+    """The rollout of this id; raises `BadRolloutId`, with the closest ids where there are few."""
     ids = []
-    for rollout in run:
+    for count, rollout in enumerate(run, start=1):
         if rollout.rollout_id == rollout_id:
             return rollout
-        ids.append(rollout.rollout_id)
+        if count <= MOST_COMPARED + 1:
+            ids.append(rollout.rollout_id)
+    if len(ids) > MOST_COMPARED:
+        raise BadRolloutId(
+            f"{run.path}, {rollout_id}: no such rollout; ids look like {ids[0]}, and "
+            "`rollout inspect DIR --limit N` lists them"
+        )
     close = get_close_matches(rollout_id, ids, n=3, cutoff=0) or ["none, the run is empty"]
     raise BadRolloutId(f"{run.path}, {rollout_id}: no such rollout; closest: {', '.join(close)}")
 

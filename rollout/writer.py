@@ -121,7 +121,9 @@ class RunWriter:
         check_format(rollout)
         check_content(rollout, self._vocab_size)
         if rollout.rollout_id in self.done:
-            raise BadRolloutId(f"{rollout.rollout_id}: already stored in {self.path}")
+            raise BadRolloutId(
+                f"{rollout.rollout_id}: already stored in {self.path}; choose another --out"
+            )
         self.done.add(rollout.rollout_id)
         if not self._pending:
             self._pending_since = time.monotonic()

@@ -238,6 +238,51 @@ def test_rewards_are_part_of_the_rollout() -> None:
     assert outcome.rollout is not None and outcome.rollout.reward == 2.0
 
 
+class FailingEngine(CountingEngine):
+    """Has a bug that shows at the tenth call."""
+
+    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
+        completion = await super().generate(prompt_ids, params)
+        if self.calls == 10:
+            raise ZeroDivisionError("bug")
+        return completion
+
+
+def test_a_bug_ends_a_long_run_and_what_came_before_is_still_handed_over() -> None:
+    engine = FailingEngine()
+    came: list[Outcome] = []
+
+    async def gather() -> None:
+        requests = make_requests(prompts(1000), 1)
+        async for outcome in collect_outcomes(engine, requests, PARAMS, concurrency=4):
+            came.append(outcome)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asyncio.wait_for(gather(), 20))
+    assert 5 <= len(came) <= engine.calls < 1000
+    assert engine.in_flight == 0
+
+
+def test_cancelling_the_consumer_leaves_no_task_behind() -> None:
+    async def cancelled() -> set[str]:
+        async def consume() -> None:
+            stream = collect_outcomes(
+                CountingEngine(), make_requests(prompts(10_000), 1), PARAMS, concurrency=4
+            )
+            async for _ in stream:
+                pass
+
+        consumer = asyncio.create_task(consume())
+        await asyncio.sleep(0.05)
+        consumer.cancel()
+        await asyncio.wait({consumer})
+        await asyncio.get_running_loop().shutdown_asyncgens()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        return {repr(task) for task in left}
+
+    assert asyncio.run(cancelled()) == set()
+
+
 def collected(engine: Any, **options: Any) -> list[str]:
     async def gather() -> list[str]:
         requests = [Request(prompt, 0) for prompt in prompts(2)]

@@ -108,6 +108,7 @@ def test_retries_are_shown_with_their_causes(tmp_path: Path, tiny_model_path: Pa
     assert stats["last_command"]["retried"] == {"engine_busy": 2}
 
 
+@pytest.mark.stress
 def test_fifty_rollouts_in_a_batch_job(tmp_path: Path, tiny_model_path: Path) -> None:
     with running(fake_server()) as server:
         settings = settings_file(tmp_path, tiny_model_path, server.url, 50)

@@ -113,6 +113,7 @@ def in_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.stress
 def test_a_full_disk_is_a_clean_error_and_the_run_goes_on(tmp_path: Path) -> None:
     if (probe := in_small_disk(tmp_path, "true")).returncode != 0:
         pytest.skip(f"this kernel lets nobody mount a small tmpfs here: {probe.stderr.strip()}")

@@ -190,6 +190,16 @@ def test_an_unknown_id_exits_3_with_the_closest(tmp_path: Path) -> None:
     assert "x:0" not in result.stderr
 
 
+def test_among_too_many_ids_the_closest_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "run", *(make_rollout("prompt", i) for i in range(4)))
+    monkeypatch.setattr("rollout.view.MOST_COMPARED", 3)
+    result = run("inspect", path, "promt:2")
+    assert result.exit_code == 3
+    assert "promt:2: no such rollout; ids look like prompt:0, " in result.stderr
+
+
 def test_an_empty_run_has_no_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "run")
     assert run("inspect", path).stdout.splitlines()[-1] == "0 of 0 rollouts"

@@ -74,6 +74,7 @@ def stored(settings: Path) -> list[str]:
     return sorted(rollout.rollout_id for rollout in open_run(settings.parent / "run"))
 
 
+@pytest.mark.stress
 def test_ctrl_c_finishes_what_is_in_flight_and_the_same_command_goes_on(settings: Path) -> None:
     answered = 0
 
@@ -106,6 +107,7 @@ def test_ctrl_c_finishes_what_is_in_flight_and_the_same_command_goes_on(settings
         assert len(server.requests) == NUM_PROMPTS, "nothing was asked for twice"
 
 
+@pytest.mark.stress
 def test_a_second_ctrl_c_stops_at_once_and_keeps_what_came(settings: Path) -> None:
     answered = 0
 

@@ -137,6 +137,7 @@ cli()
 """
 
 
+@pytest.mark.stress
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_a_long_rollout_with_wide_supports_fits_into_memory_and_onto_the_disk(
     tmp_path: Path, tiny_model_path: Path

@@ -62,6 +62,7 @@ def mapped_shards(path: Path) -> int:
     return Path("/proc/self/maps").read_text().count(f"{path}/shard-")
 
 
+@pytest.mark.stress
 @linux
 def test_reading_thousands_of_shards_holds_one_at_a_time(
     many_shards: Path, few_descriptors: None

@@ -96,8 +96,12 @@ def test_a_file_that_is_not_there_is_an_error(tiny_model_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer to be had"):
-        load_tokenizer(str(tmp_path / "nowhere"))
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "~/nowhere"):
+        with pytest.raises(ConfigError, match="no tokenizer to be had: no such folder$"):
+            load_tokenizer(name)
+    with pytest.raises(ConfigError, match="no tokenizer to be had") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "no such folder" not in str(caught.value)
 
 
 def test_our_own_prompts_are_many_and_varied() -> None:

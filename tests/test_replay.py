@@ -15,7 +15,7 @@ import torch
 from builders import make_rollout
 
 from replay import GatesConfig, Policy, ReplayConfig, Verified, make_report, replay_run, verify
-from replay.report import Gate, measure, ratio_numbers, worst_tokens
+from replay.report import Gate, measure, ratio_numbers
 from rollout import errors
 from rollout.record import Rollout
 from rollout.support import Support
@@ -203,20 +203,14 @@ def test_forced_tokens_condition_what_follows_and_are_not_scored(
     assert measure(verified)["log_ratio_abs"]["max"] <= 1e-4
 
 
-def test_drift_is_measured_and_one_wild_token_does_not_hide(
-    rollouts: list[Rollout], policy: Policy
-) -> None:
+def test_drift_is_measured_and_one_wild_token_does_not_hide() -> None:
     """10,000 tokens with N(0, 0.02) noise: values computed independently."""
-    tokens = verify(rollouts, policy, FP32).tokens
     noise = np.random.default_rng(0).normal(0, 0.02, 10_000).astype(np.float32)
     numbers = ratio_numbers(noise)
     assert numbers["log_ratio_abs"]["mean"] == pytest.approx(0.0160, abs=3e-4)
     assert numbers["log_ratio_abs"]["p99"] == pytest.approx(0.0515, abs=1.5e-3)
     noise[77] = 3.0
     assert ratio_numbers(noise)["log_ratio_abs"]["max"] == 3.0
-    wild = replace(tokens, replay_logprobs=tokens.replay_logprobs.copy())
-    wild.replay_logprobs[17] -= 3
-    assert worst_tokens(wild, 1).tolist() == [17]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,23 @@ def test_every_option_has_help(name: str) -> None:
             assert parameter.help or parameter.required or parameter.is_flag, parameter.name
 
 
+def dotted_name(path: Path) -> str:
+    """As docs/structure.md writes it: without the package, `engines.sglang_rules`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path.name != "__init__.py"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_every_module_stands_in_the_structure_of_its_package(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    page = (ROOT / "docs" / "structure.md").read_text()
+    section = page.split(f"\n## {package}: ")[1].split("\n## ")[0]
+    assert f"`{dotted_name(path)}`" in section
+
+
 EVERY_FILE = [
     path
     for folder in ("rollout", "replay", "cli", "tests", "benchmarks", "examples")

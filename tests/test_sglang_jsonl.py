@@ -54,6 +54,19 @@ def test_a_top_p_only_recording_is_imported_without_a_limit() -> None:
     assert recorded_params({"temperature": 1.0, "top_p": 0.9, "top_k": -1}).sampler.top_k == -1
 
 
+def test_settings_that_are_not_known_or_not_of_their_type_are_all_named() -> None:
+    with pytest.raises(errors.NotReplayable, match=r"^sampling_params: unknown key 'top_q'; did"):
+        recorded_params({"temperature": 1.0, "top_q": 1})
+    with pytest.raises(errors.NotReplayable, match=r"temperature: .*\n  top_p: .*got 2") as caught:
+        recorded_params({"temperature": "1.0", "top_p": 2})
+    assert "Value error" not in str(caught.value)
+
+
+def test_settings_of_the_text_alone_are_known() -> None:
+    sent = {"temperature": 1.0, "top_k": 5, "spaces_between_special_tokens": False}
+    assert not recorded_params(sent).spaces_between_special_tokens
+
+
 def _sampled_id_missing(line: dict[str, Any]) -> None:
     meta, output = line["response"]["meta_info"], line["response"]["output_ids"]
     mask, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
@@ -107,7 +120,9 @@ def _logprob_null(line: dict[str, Any]) -> None:
             id="penalty",
         ),
         pytest.param(
-            lambda line: line["sampling_params"].update(top_q=1), "config", id="unknown setting"
+            lambda line: line["sampling_params"].update(top_q=1),
+            "not_replayable",
+            id="unknown setting",
         ),
         pytest.param(
             lambda line: line["response"]["meta_info"].pop("output_token_sampling_mask"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builders import make_rollout
+from hypothesis import given
+from hypothesis import strategies as st
 from test_cli import run
 
 from cli.tables import print_stats
 from rollout.record import Rollout, WeightSpan
-from rollout.stats import run_stats
+from rollout.stats import SupportSizes, run_stats
 from rollout.writer import RunWriter
 
 
@@ -90,3 +93,23 @@ def test_a_collect_also_shows_itself(
 def test_no_run_no_table(arguments: list[str], code: int) -> None:
     result = run("stats", *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([-1, 1, 4, 9])), min_size=1))
+def test_the_histogram_gives_what_numpy_gives(tokens: list[tuple[int, int]]) -> None:
+    found = SupportSizes()
+    for size, top_k in tokens:
+        found.add(np.array([size], np.int32), top_k)
+    sampled = np.array([size for size, _ in tokens if size > 0])
+    got = found.as_dict()
+    if not len(sampled):
+        assert got == {}
+        return
+    assert got == {
+        "mean": pytest.approx(sampled.mean()),
+        "median": pytest.approx(np.median(sampled)),
+        "p99": pytest.approx(np.percentile(sampled, 99)),
+        "max": sampled.max(),
+        "singletons": (sampled == 1).sum(),
+        "above_top_k": sum(size > top_k > 0 for size, top_k in tokens),
+    }

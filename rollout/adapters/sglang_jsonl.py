@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from rollout.blocks import explain
 from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang_reply import Reply, completion
 from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
@@ -104,7 +105,8 @@ def parse_line(line: bytes, default_id: str) -> Rollout:
 def recorded_params(sent: dict[str, Any]) -> SamplingParams:
     """The settings of a recorded request. `temperature` must stand there: it is never guessed.
 
-    A missing or -1 `top_k` is no limit (SGLang 0.5.18 served that); what moves logits is refused.
+    A missing or -1 `top_k` is no limit (SGLang 0.5.18 served that). `NotReplayable` for what moves
+    logits and for what is not known here.
     """
     if "temperature" not in sent:
         raise NotReplayable("sampling_params: no temperature; every logprob depends on it")
@@ -112,7 +114,7 @@ def recorded_params(sent: dict[str, Any]) -> SamplingParams:
     try:
         params = SamplingParams.model_validate(known)
     except ValidationError as error:
-        raise ConfigError(f"sampling_params: {error.errors()[0]['msg']}") from error
+        raise NotReplayable(f"sampling_params: {explain(error)}") from error
     bounded = params if params.top_k not in (None, -1) else params.model_copy(update={"top_k": 1})
     bounded.check_replayable()
     return params

@@ -117,7 +117,7 @@ class Engine(Protocol):
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `NotReplayable` or `ConfigError` for settings this engine cannot serve."""
+        """Raise `NotReplayable`, `ConfigError` or `EngineRefused` for what this engine cannot serve."""
         ...
 
     async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:

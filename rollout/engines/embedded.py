@@ -284,7 +284,12 @@ class _Decoder:
         if request.stop_token is not None and not params.no_stop_trim:
             ids = ids[:-1]
         text = cast(
-            str, self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+            str,
+            self._tokenizer.decode(
+                ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
         )
         if request.stop_string is not None and request.stop_string in text:
             before, stop, _ = text.partition(request.stop_string)

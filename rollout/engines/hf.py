@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rollout.errors import ConfigError, PolicyError
+from rollout.files import is_missing_folder
 
 DTYPES = {
     "float32": torch.float32,
@@ -137,4 +138,5 @@ def _cannot_load(path: str, error: OSError | ValueError) -> ConfigError:
             f"{path}: the model needs code from its own folder; read that code, then set "
             "trust_remote_code: true"
         )
-    return ConfigError(f"{path}: no model could be loaded: {error}")
+    why = "no such folder" if is_missing_folder(path) else error
+    return ConfigError(f"{path}: no model could be loaded: {why}")

@@ -52,7 +52,7 @@ def _fast_rows(
         rows: Any = simdjson.Parser().parse(raw)
         values = np.frombuffer(rows.as_buffer(of_type=kind), dtype)
         counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RuntimeError):
         return None
     # as_buffer flattens to any depth: brackets tell whether it was one
     if raw.count(b"[") != len(counts) + 1:
@@ -64,7 +64,7 @@ def _plain_rows(raw: bytes, decode: Any, where: str) -> tuple[NDArray[np.int64],
     """The same with a list per row; `ReplyMalformed` says what is wrong, and where."""
     try:
         rows = decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ReplyMalformed(f"{where}: {error}") from error
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     flat = list(chain.from_iterable(rows))

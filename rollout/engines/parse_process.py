@@ -99,6 +99,8 @@ class ParseProcess:
                 if not answer.done():  # its caller may be gone
                     answer.set_result(result)
         except asyncio.IncompleteReadError:
+            pass  # it ended
+        finally:
             self._worker = None  # the next reply starts another
             for answer in self._waiting:
                 if not answer.done():

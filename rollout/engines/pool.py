@@ -30,6 +30,8 @@ SICK_AFTER = 3  # failures in a row
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
 TRIAL_S = 10.0  # how long the others wait for the one that tries a rested endpoint
+STOP_CHECK_S = 1.0
+HOME_SLACK = 8  # rollouts that a prompt's own endpoint may have more, beside twice the idlest
 PREFIX_TOKENS = 64
 
 _SICKNESS = (EngineUnreachable, EngineBusy, EngineFailed, ReplyMalformed)
@@ -75,7 +77,8 @@ class EnginePool:
     A rollout goes to the endpoint with the fewest in flight or, with `prefix_affinity`, to the one
     that prompts beginning alike always go to. An endpoint that fails three times in a row rests and
     is then tried with one rollout. While all rest, rollouts wait and take turns in trying, which
-    costs them no attempts. `EngineDown` when that has lasted for `down_after_s`.
+    costs them no attempts. `EngineDown` when that has lasted for `down_after_s`; once `stop` is set
+    nobody waits any longer.
     """
 
     def __init__(
@@ -84,10 +87,12 @@ class EnginePool:
         *,
         prefix_affinity: bool = False,
         down_after_s: float = 600.0,
+        stop: asyncio.Event | None = None,
     ) -> None:
         self._endpoints = [_Endpoint(e, salt=str(i).encode()) for i, e in enumerate(engines)]
         self._prefix_affinity = prefix_affinity
         self._down_after_s = down_after_s
+        self._stop = stop or asyncio.Event()
         self._resting_since: float | None = None  # all of them
         self._waiting = 0  # rollouts, while all endpoints rest
         self._news = asyncio.Event()
@@ -170,7 +175,10 @@ class EnginePool:
                     f"no endpoint has answered for {down_s:.0f} s; "
                     "what was collected is kept: start the servers and run the same command again"
                 )
-            await self._wait_for_news(min(e.awake_at for e in self._endpoints) - now)
+            if self._stop.is_set():
+                raise EngineUnreachable("stopped while every endpoint rests")
+            until_awake_s = min(e.awake_at for e in self._endpoints) - now
+            await self._wait_for_news(min(until_awake_s, STOP_CHECK_S))
 
     async def _wait_for_news(self, longest_s: float) -> None:
         self._news.clear()
@@ -182,13 +190,19 @@ class EnginePool:
             self._waiting -= 1
 
     def _best(self, awake: list[_Endpoint], prompt_ids: NDArray[np.int32]) -> _Endpoint:
+        idlest = min(awake, key=lambda e: e.in_flight)
         if not self._prefix_affinity:
-            return min(awake, key=lambda e: e.in_flight)
+            return idlest
         # rendezvous hashing: when one endpoint rests, only its own prompts move
         prefix = prompt_ids[:PREFIX_TOKENS].tobytes()
-        return max(awake, key=lambda e: hashlib.blake2b(prefix + e.salt).digest())
+        home = max(awake, key=lambda e: hashlib.blake2b(prefix + e.salt).digest())
+        # one system prompt for all must not leave the other endpoints idle
+        return home if home.in_flight <= 2 * idlest.in_flight + HOME_SLACK else idlest
 
     def _check_same_model(self) -> None:
-        models = {e.engine.info.model for e in self._endpoints}
+        infos = [endpoint.engine.info for endpoint in self._endpoints]
+        models = {(info.model, info.details.get("weight_version")) for info in infos}
         if len(models) > 1:
-            raise ConfigError(f"engine.url: the endpoints serve different models: {models}")
+            raise ConfigError(
+                f"engine.url: the endpoints serve different models or weights: {sorted(models)}"
+            )

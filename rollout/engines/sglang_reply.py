@@ -105,7 +105,7 @@ def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = Non
         raise EngineFailed(f"HTTP {status}: {error_words(body)}")
     try:
         reply = _decode_leniently(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ReplyMalformed(f"not a /generate reply: {error}; got {body[:200]!r}") from error
     return completion(reply, body, prompt_ids)
 
@@ -221,7 +221,7 @@ def _logprobs(raw: bytes) -> tuple[NDArray[np.int64] | None, NDArray[np.float32]
         return float_rows(raw, name)
     try:  # null means NaN or infinite: kept as NaN, which no rule lets through
         return None, np.array(_numbers(raw), np.float32)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ReplyMalformed(f"{name}: {error}") from error
 
 

@@ -17,7 +17,6 @@ from rollout.sampling import SamplingParams
 
 OLDEST = (0, 5, 16)  # the first that returns a mask
 CAPTURED_SINCE = (0, 5, 20)  # the set it sampled from; before, rebuilt beside the sampler
-SUPPORT_MODE_SINCE = (0, 5, 21)  # before, sampling_logprobs_mode is ignored
 SPECULATIVE_SINCE = (0, 5, 22)
 
 DEFAULT_CAP = 4096
@@ -57,10 +56,6 @@ class ServerRules:
     def captures(self) -> bool:
         """Whether a mask is the set that was sampled from, not a reconstruction."""
         return self.version >= CAPTURED_SINCE
-
-    @property
-    def has_support_mode(self) -> bool:
-        return self.version >= SUPPORT_MODE_SINCE
 
     @property
     def keeps_ties(self) -> bool:

@@ -122,12 +122,36 @@ def test_nobody_for_too_long_is_a_clear_stop() -> None:
         asyncio.run(run())
 
 
+def test_stopping_does_not_wait_for_the_sick() -> None:
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with EnginePool([Server(up=False)], stop=stop) as pool:
+            asyncio.get_running_loop().call_later(0.2, stop.set)
+            while not stop.is_set():
+                await ask(pool, 1, tries=1)
+            with pytest.raises(errors.EngineUnreachable):
+                await pool.generate(np.array([1], np.int32), PARAMS)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_one_prefix_for_all_does_not_idle_the_others() -> None:
+    servers = [Server(pause_s=0.05) for _ in range(2)]
+
+    async def run() -> None:
+        async with EnginePool(servers, prefix_affinity=True) as pool:
+            await asyncio.gather(*(ask(pool, 1) for _ in range(60)))
+
+    asyncio.run(run())
+    assert min(server.calls for server in servers) >= 15
+
+
 def test_endpoints_must_serve_one_model() -> None:
     async def run() -> None:
         async with EnginePool([Server(model="a"), Server(model="b")]):
             pass
 
-    with pytest.raises(errors.ConfigError, match="serve different models"):
+    with pytest.raises(errors.ConfigError, match="serve different models or weights"):
         asyncio.run(run())
 
 

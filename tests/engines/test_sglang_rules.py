@@ -17,21 +17,18 @@ def rules(version: str, **info: Any) -> ServerRules:
 
 
 @pytest.mark.parametrize(
-    ("version", "captures", "support_mode", "cap"),
+    ("version", "captures", "cap"),
     [
-        ("0.5.16", False, False, None),
-        ("0.5.19", False, False, None),
-        ("0.5.20", True, False, 4096),
-        ("0.5.21", True, True, 4096),
-        ("0.5.23.post1", True, True, 4096),
-        ("0.6.0", True, True, 4096),
+        ("0.5.16", False, None),
+        ("0.5.19", False, None),
+        ("0.5.20", True, 4096),
+        ("0.5.23.post1", True, 4096),
+        ("0.6.0", True, 4096),
     ],
 )
-def test_what_each_release_can_do(
-    version: str, captures: bool, support_mode: bool, cap: int | None
-) -> None:
+def test_what_each_release_can_do(version: str, captures: bool, cap: int | None) -> None:
     got = rules(version, sampling_backend="flashinfer")
-    assert (got.captures, got.has_support_mode, got.cap) == (captures, support_mode, cap)
+    assert (got.captures, got.cap) == (captures, cap)
     assert got.keeps_ties is captures
 
 

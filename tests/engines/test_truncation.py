@@ -76,7 +76,7 @@ def batches(draw_):
     return torch.from_numpy(logits).float(), params
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(batches())
 def test_agrees_with_the_definition(batch):
     logits, params = batch
