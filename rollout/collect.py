@@ -160,9 +160,10 @@ async def collect_outcomes(
                 yield waiting.result()
                 waiting = asyncio.ensure_future(results.get())
         # a bug in an engine or a reward ends one worker: the others take no more, nothing is lost
-        for worker in workers:
-            worker.cancel()
-        if waiting.done():
+        for task in (waiting, *workers):
+            task.cancel()
+        await asyncio.wait({waiting})  # or it would take an outcome out of our hands
+        if not waiting.cancelled():
             yield waiting.result()
         while not results.empty():
             yield results.get_nowait()

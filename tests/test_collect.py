@@ -238,6 +238,20 @@ def test_rewards_are_part_of_the_rollout() -> None:
     assert outcome.rollout is not None and outcome.rollout.reward == 2.0
 
 
+@pytest.mark.parametrize("concurrency", [1, 2, 5, 8, 40], ids=str)
+def test_a_slow_consumer_gets_every_outcome(concurrency: int) -> None:
+    async def gather() -> list[str]:
+        engine = ScriptedEngine(*[make_completion()] * 40)
+        requests = make_requests(prompts(40), 1)
+        came = []
+        async for outcome in collect_outcomes(engine, requests, PARAMS, concurrency=concurrency):
+            came.append(outcome.request.rollout_id)
+            await asyncio.sleep(0.001)
+        return came
+
+    assert sorted(asyncio.run(gather())) == sorted(f"{i}:0" for i in range(40))
+
+
 class FailingEngine(CountingEngine):
     """Has a bug that shows at the tenth call."""
 

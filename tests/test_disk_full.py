@@ -238,3 +238,50 @@ def test_a_line_that_lost_only_its_line_feed_is_kept(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     fill_then_go_on(Path(sys.argv[1]))
+
+
+COLLECT_TWICE = """
+import sys
+from pathlib import Path
+from click.testing import CliRunner
+from cli.main import cli
+
+settings, folder = sys.argv[1], Path(sys.argv[2])
+ballast = folder / "ballast"
+ballast.write_bytes(bytes(8 * 2**20 - 120_000))
+for _ in range(2):
+    result = CliRunner().invoke(cli, ["collect", settings, "--out", str(folder / "run")])
+    rows = len(list(__import__("rollout").open_run(folder / "run")))
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    print(result.exit_code, rows, len(errors), *errors)
+    ballast.unlink(missing_ok=True)
+"""
+
+
+@pytest.mark.stress
+def test_rollout_collect_on_a_full_disk_says_one_line_and_goes_on(
+    tmp_path: Path, tiny_model_path: Path
+) -> None:
+    rows = [{"prompt": f"{number} " * 300} for number in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": str(tiny_model_path),
+        "prompts": {"dataset": str(tmp_path / "p.jsonl"), "format": "text"},
+        "sampling": {"top_k": 8, "max_new_tokens": 2},
+        "engine": {"kind": "embedded", "batch_size": 4},
+        "shards": {"batch_rows": 1},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(settings))
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = in_small_disk(
+        folder, sys.executable, "-c", COLLECT_TWICE, str(tmp_path / "c.yaml"), str(folder)
+    )
+    if done.returncode != 0 and "unshare" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    full, whole = done.stdout.splitlines()
+    code, stored, num_errors, words = full.split(" ", 3)
+    assert (code, num_errors) == ("5", "1")
+    assert 0 < int(stored) < 40
+    assert f"the disk is full; {stored} rollouts are stored and can be read" in words
+    assert whole.split(" ")[:3] == ["0", "40", "0"]
