@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from replay.config import GatesConfig
-from replay.tokens import OK, Floats, TokenTable
+from replay.tokens import Floats
 from replay.verify import Finding, Verified
 from rollout.stats import support_sizes
 
@@ -115,13 +114,6 @@ def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
         "mismatch_kl": float((np.expm1(exact) - exact).mean()),
         "ratio_outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
     }
-
-
-def worst_tokens(tokens: TokenTable, count: int) -> NDArray[np.intp]:
-    """Rows of the table to look at first: findings, then the largest |log_ratio|."""
-    size = np.where(np.isfinite(tokens.log_ratio), np.abs(tokens.log_ratio), np.inf)
-    rank = np.where(tokens.finding != OK, np.inf, size)
-    return np.argsort(-rank, kind="stable")[:count]
 
 
 def _mean(values: Floats) -> float | None:

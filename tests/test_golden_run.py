@@ -20,7 +20,7 @@ def test_golden_shard_reads_to_literal_values() -> None:
         loss_mask=np.array([1, 0, 1], np.int8),
         sampling_logprobs=np.array([-1.3862944, 0, 0], np.float32),
         support=Support(np.array([5, 9, 2], np.int32), np.array([0, 2, 2, 3], np.int64)),
-        full_logprobs=np.array([-1.609438, 0, -0.10536055], np.float32),
+        full_logprobs=np.array([-1.609438, 0, -0.105360545], np.float32),
         support_logprobs=np.array([-0.2876821, -1.3862944, 0], np.float32),
         temperature=0.5,
         top_p=0.875,

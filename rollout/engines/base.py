@@ -117,7 +117,7 @@ class Engine(Protocol):
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `NotReplayable`, `ConfigError` or `EngineRefused` for what this engine cannot serve."""
+        """Raise `NotReplayable`, `ConfigError` or `EngineRefused` for what cannot be served."""
         ...
 
     async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
