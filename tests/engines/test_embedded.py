@@ -129,6 +129,7 @@ def test_the_same_batch_is_bitwise_the_same(sample, jobs):
         assert_same(one, other)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_neighbours_hardly_ever_change_the_tokens(sample, prompts, batch_size):
     calls = [(p, params(seed, 12, **s)) for seed in range(5) for p in prompts for s in SETTINGS]
