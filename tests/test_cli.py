@@ -9,12 +9,15 @@ from pathlib import Path
 
 import click
 import datasets
+import numpy as np
 import pytest
 from builders import RECORDED, make_rollout, recorded_lines, write_lines
 from click.testing import CliRunner, Result
 
 from cli.main import cli
 from cli.options import reports_errors
+from rollout.schema import to_batch
+from rollout.shard import ShardFile
 from rollout.writer import RunWriter
 
 
@@ -98,6 +101,13 @@ def test_the_same_command_again_collects_what_is_missing(config: Path, tmp_path:
     assert json.loads(result.stdout)["rollouts"] == 6
     ids = datasets.load_from_disk(str(out))["rollout_id"]
     assert len(ids) == len(set(ids)) == 6
+
+
+def test_an_override_is_what_is_stored(config: Path, tmp_path: Path) -> None:
+    run("collect", config, "--out", tmp_path / "run", "-o", "sampling.top_k=50")
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["sampling"]
+    assert stored["top_k"] == 50
+    assert set(datasets.load_from_disk(str(tmp_path / "run"))["top_k"]) == {50}
 
 
 def test_collecting_with_other_settings_is_refused(config: Path, tmp_path: Path) -> None:
@@ -219,6 +229,22 @@ def test_damaged_data_exits_3(
     result = run("replay", tmp_path / "run", "--model", tiny_model_path)
     assert result.exit_code == 3
     assert "shard-00000.arrow" in result.stderr
+
+
+def test_one_token_outside_its_support_exits_1_and_is_named(
+    tmp_path: Path, tiny_model_path: Path
+) -> None:
+    outside = make_rollout(output_ids=np.array([4, 8, 2], np.int32))
+    shard = tmp_path / "run" / "shard-00000.arrow"
+    with RunWriter(tmp_path / "run", {}):
+        pass
+    (tmp_path / "run" / "manifest.jsonl").unlink()
+    with ShardFile(shard) as written:
+        written.commit(to_batch([outside]))
+    result = run("replay", tmp_path / "run", "--model", tiny_model_path, "--dtype", "float32")
+    assert result.exit_code == 1
+    assert "finding sampled_outside_support: 1 tokens; first 7:0: output token 0" in result.stdout
+    assert result.stdout.splitlines()[-1] == "FAIL  inconsistent"
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"], ids=["not a run", "not there"])

@@ -343,3 +343,24 @@ def test_a_failing_disk_is_no_damage(finished: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(pa.ipc, "read_record_batch", broken)
         repair(finished)
     assert actions(finished) == [("whole", 3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("cut_bytes", "rows"),
+    [pytest.param(0, 9, id="killed before it was closed"), pytest.param(30, 6, id="tail cut")],
+)
+def test_three_batches_of_three_give_what_is_whole(
+    tmp_path: Path, cut_bytes: int, rows: int
+) -> None:
+    """An unfinished shard in the middle of its commit life, or without its last 30 bytes."""
+    with RunWriter(tmp_path / "run", {}):
+        pass
+    (tmp_path / "run" / "manifest.jsonl").unlink()
+    shard = tmp_path / "run" / "shard-00000.arrow"
+    with ShardFile(shard) as written:
+        for batch in range(3):
+            names = (f"{batch}{row}" for row in range(3))
+            written.commit(to_batch([make_rollout(name) for name in names]))
+    os.truncate(shard, shard.stat().st_size - cut_bytes)
+    assert repair(tmp_path / "run").shards[0].rows == rows
+    assert len(stored_ids(tmp_path / "run")) == rows
