@@ -75,15 +75,24 @@ async def collect_run(
         config = config.model_copy(update={"sampling": engine.resolve(config.sampling)})
         engine.check(config.sampling)
         identity = _identity(config, prompts, engine)
-        with RunWriter(
-            out, identity, shards=config.shards, vocab_size=prompts.vocab_size
-        ) as writer:
-            start = time.monotonic()
-            wanted = list(make_requests(prompts.prompts, config.prompts.rollouts_per_prompt))
-            progress = await collect_into(
-                writer, engine, wanted, config, reward=reward, on_progress=on_progress, stop=stop
-            )
-            elapsed_s = time.monotonic() - start
+        start = time.monotonic()
+        wanted = list(make_requests(prompts.prompts, config.prompts.rollouts_per_prompt))
+        writing = RunWriter(out, identity, shards=config.shards, vocab_size=prompts.vocab_size)
+        try:
+            with writing as writer:
+                progress = await collect_into(
+                    writer,
+                    engine,
+                    wanted,
+                    config,
+                    reward=reward,
+                    on_progress=on_progress,
+                    stop=stop,
+                )
+        except EngineDown:
+            write_json(out / STATS_FILE, await asyncio.to_thread(run_stats, out))
+            raise
+        elapsed_s = time.monotonic() - start
     stats = await asyncio.to_thread(run_stats, out) | {
         "complete": progress.done + progress.lost == progress.total,
         "top_k": config.sampling.sampler.top_k,

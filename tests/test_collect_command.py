@@ -90,6 +90,7 @@ def test_a_server_that_goes_away_for_good_exits_4_and_keeps_what_came(
     assert result.exit_code == 4, result.output
     assert "no endpoint has answered for" in result.stderr
     assert len(stored(tmp_path / "run")) == 5
+    assert json.loads((tmp_path / "run" / "stats.json").read_text())["rollouts"] == 5
 
 
 def test_retries_are_shown_with_their_causes(tmp_path: Path, tiny_model_path: Path) -> None:
