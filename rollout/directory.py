@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from rollout import schema
 from rollout.errors import FormatError, RunLocked
-from rollout.files import write_json
+from rollout.files import file_sha256, read_lines, write_json
 from rollout.shard import read_batches
 
 
@@ -56,6 +55,16 @@ def manifest_line(path: Path, sha256: str | None = None) -> dict[str, Any]:
     }
 
 
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's lines, by the shard they describe; each has its `sha256`."""
+    manifest, lines = path / schema.MANIFEST_FILE, {}
+    for line in read_lines(manifest):
+        if not isinstance(sha256 := line.get("sha256"), str):
+            raise FormatError(f"{manifest}: sha256 is {sha256!r}, must be a string of hex digits")
+        lines[file_name(line, "file", manifest)] = line
+    return lines
+
+
 def write_state(path: Path, names: Sequence[str]) -> None:
     """What `datasets.load_from_disk` reads; a new fingerprint, or it would serve old caches."""
     state: dict[str, Any] = {
@@ -81,8 +90,3 @@ def file_name(entry: Any, key: str, where: Path) -> str:
     if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
         raise FormatError(f"{where}: {key} is {name!r}, must be the name of a file beside it")
     return name
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

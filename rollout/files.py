@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,6 +77,11 @@ def write_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
 
 def _encoded(text: str) -> bytes:
     return (text + "\n").encode("utf-8", errors=_LONE_SURROGATES)
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

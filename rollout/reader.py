@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rollout import schema
 from rollout.annotations import Annotation, read_annotations, with_annotations
-from rollout.directory import file_name
+from rollout.directory import file_name, read_manifest
 from rollout.errors import (
     BadRolloutId,
     FormatError,
@@ -20,7 +20,7 @@ from rollout.errors import (
     SchemaVersionUnknown,
     ShardDamaged,
 )
-from rollout.files import read_json, read_lines
+from rollout.files import read_json
 from rollout.record import Rollout
 from rollout.rules import check_format
 from rollout.shard import check_sha256, read_batches
@@ -100,7 +100,7 @@ def open_run(path: str | Path) -> Run:
             f"{path / schema.RUN_FILE}: schema version {version!r}, this release reads "
             f"{schema.SCHEMA_VERSION}; use the release that wrote it, or upgrade"
         )
-    hashes = read_manifest(path)
+    hashes = {name: line["sha256"] for name, line in read_manifest(path).items()}
     names = sorted({*_state(path / schema.STATE_FILE), *hashes})
     shards = tuple(_open_shard(path / name, hashes.get(name)) for name in names)
     return Run(path, info, shards, read_annotations(path))
@@ -112,17 +112,6 @@ def _open_shard(path: Path, sha256: str | None) -> Shard:
     content = read_batches(path)
     rows = tuple(batch.num_rows for batch in content.batches)
     return Shard(path.name, rows, content.size_bytes)
-
-
-def read_manifest(path: Path) -> dict[str, str]:
-    """Hash by file name of every finished shard of the run directory `path`."""
-    manifest, hashes = path / schema.MANIFEST_FILE, {}
-    for line in read_lines(manifest):
-        sha256 = line.get("sha256")
-        if not isinstance(sha256, str):
-            raise FormatError(f"{manifest}: sha256 is {sha256!r}, must be a string of hex digits")
-        hashes[file_name(line, "file", manifest)] = sha256
-    return hashes
 
 
 def _state(path: Path) -> Iterator[str]:

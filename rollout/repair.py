@@ -15,10 +15,10 @@ from rollout import schema
 from rollout.compression import check_sizes
 from rollout.directory import (
     file_name,
-    file_sha256,
     locked,
     manifest_line,
     numbered_shards,
+    read_manifest,
     write_dataset_info,
     write_state,
 )
@@ -26,9 +26,9 @@ from rollout.errors import FormatError, ShardDamaged
 from rollout.files import (
     append_line,
     disk_full_is_an_error,
+    file_sha256,
     mend_last_line,
     read_json,
-    read_lines,
     sync_directory,
     torn_line_bytes,
     write_lines,
@@ -98,7 +98,7 @@ def repair(path: Path, *, dry_run: bool = False) -> Repair:
 
 def _examine(path: Path) -> tuple[Repair, dict[str, dict[str, Any]], list[str]]:
     """What is to be done, the manifest lines by file, and the names for state.json."""
-    listed = _listed(path / schema.MANIFEST_FILE)
+    listed = read_manifest(path)
     named = _state_names(path)
     known = {*(named or ()), *listed}
     found = {p.name for _, p in numbered_shards(path)}
@@ -245,16 +245,6 @@ def _name_aside(path: Path) -> Path:
     while name.exists() and not name.samefile(path):
         name, number = path.with_name(f"{path.name}.damaged-{number}"), number + 1
     return name
-
-
-def _listed(path: Path) -> dict[str, dict[str, Any]]:
-    """The manifest's lines by the file they describe."""
-    listed: dict[str, dict[str, Any]] = {}
-    for line in read_lines(path):
-        if not isinstance(sha256 := line.get("sha256"), str):
-            raise FormatError(f"{path}: sha256 is {sha256!r}, must be a string of hex digits")
-        listed[file_name(line, "file", path)] = line
-    return listed
 
 
 def _state_names(path: Path) -> list[str] | None:

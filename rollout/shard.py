@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from rollout.compression import check_sizes
 from rollout.errors import ShardDamaged, ShardHashMismatch
-from rollout.files import disk_full_is_an_error, sync_directory, write_at
+from rollout.files import disk_full_is_an_error, file_sha256, sync_directory, write_at
 from rollout.schema import arrow_schema, check_schema
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -142,8 +142,7 @@ def count_torn_bytes(path: Path, end: int) -> int:
 def check_sha256(path: Path, sha256: str) -> None:
     """Raise `ShardHashMismatch` unless the file `path` has this hash."""
     try:
-        with open(path, "rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
+        got = file_sha256(path)
     except FileNotFoundError as error:
         raise _lost(path) from error
     if got != sha256:

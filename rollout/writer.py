@@ -18,6 +18,7 @@ from rollout.directory import (
     locked,
     manifest_line,
     numbered_shards,
+    read_manifest,
     write_dataset_info,
     write_state,
 )
@@ -29,7 +30,6 @@ from rollout.errors import (
     ShardDamaged,
 )
 from rollout.files import append_line, disk_full_is_an_error, read_json, write_json
-from rollout.reader import read_manifest
 from rollout.record import Rollout
 from rollout.rules import check_content, check_format
 from rollout.shard import (
@@ -157,15 +157,18 @@ class RunWriter:
 
     def reject(self, error: RolloutError, body: bytes | None, **about: Any) -> None:
         """Keep a reply that broke a rule: its reason, and the bytes as they came."""
-        line = {"reason": error.code, "message": str(error), **about, "created_us": now_us()}
-        with self._disk_full_says_how_far():
-            append_line(self.path / schema.REJECTED_FILE, line | _as_text(body))
+        self._note(schema.REJECTED_FILE, error, about, _as_text(body))
 
     def fail(self, error: RolloutError, **about: Any) -> None:
         """Note a rollout that could not be had."""
+        self._note(schema.ERRORS_FILE, error, about, {})
+
+    def _note(
+        self, file: str, error: RolloutError, about: dict[str, Any], body: dict[str, str]
+    ) -> None:
         line = {"reason": error.code, "message": str(error), **about, "created_us": now_us()}
         with self._disk_full_says_how_far():
-            append_line(self.path / schema.ERRORS_FILE, line)
+            append_line(self.path / file, line | body)
 
     @contextmanager
     def _disk_full_says_how_far(self) -> Iterator[None]:
@@ -201,7 +204,7 @@ class RunWriter:
             if not was_started(path) and path.name not in manifest:
                 continue  # no schema, so never a row: its name is used again
             if path.name in manifest:
-                check_sha256(path, manifest[path.name])
+                check_sha256(path, manifest[path.name]["sha256"])
             else:
                 cut_torn_tail(path)
                 self._list_shard(path)
