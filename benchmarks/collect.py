@@ -29,7 +29,8 @@ from aiohttp import web
 from rollout.collect import Request
 from rollout.config import CollectConfig
 from rollout.engines.sglang import SGLangEngine
-from rollout.job import Progress, collect_into
+from rollout.job import collect_into
+from rollout.keeper import Progress
 from rollout.prompts import Prompt
 from rollout.writer import RunWriter
 

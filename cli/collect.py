@@ -42,7 +42,8 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
     """
     from cli.tables import print_stats
     from rollout.config import CollectConfig, EmbeddedConfig
-    from rollout.job import Progress, collect_run
+    from rollout.job import collect_run
+    from rollout.keeper import Progress
 
     settings = CollectConfig.load(config, overrides)
     if isinstance(settings.engine, EmbeddedConfig):
@@ -57,22 +58,16 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
             done = progress.done + progress.lost
             report.update(done, progress.total, progress.output_tokens, note)
 
-        stats = run_until_interrupted(lambda stop: collect_run(settings, out, show, stop))
+        stats = run_until_interrupted(
+            lambda stop: collect_run(settings, out, show, stop, report.note)
+        )
     if as_json:
         echo_json(stats)
     else:
         print_stats(stats)
-    if settings.sampling.top_k == "auto":
-        click.echo(f"note: top_k auto was {stats['top_k']}", err=True)
-    if settings.sampling.top_p_is_off:
-        click.echo(
-            f"warning: top_p {settings.sampling.top_p} is 1 in float32 and has no effect", err=True
-        )
-    if stats["duplicate_bos"]:
-        click.echo(f"warning: {stats['duplicate_bos']} prompts start with BOS twice", err=True)
     if stats["duplicate_groups"]:
         click.echo(
-            f"warning: {stats['duplicate_groups']} prompts have only identical rollouts", err=True
+            f"note: {stats['duplicate_groups']} prompts have only identical rollouts", err=True
         )
     if not stats["complete"]:
         click.echo(f"interrupted; to go on: {shlex.join(['rollout', *sys.argv[1:]])}", err=True)

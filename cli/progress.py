@@ -54,6 +54,13 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.stop()
 
+    def note(self, text: str) -> None:
+        """A line beside the progress, above a bar."""
+        if self._bar is not None:
+            self._bar.console.print(f"note: {text}", markup=False, highlight=False)
+        else:
+            click.echo(f"note: {text}", err=True)
+
     def update(self, done: int, total: int, tokens: int, note: str = "") -> None:
         now = time.monotonic()
         speed = f"{tokens / max(now - self._start, 1e-9):,.0f} tokens/s {note}".rstrip()

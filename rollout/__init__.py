@@ -4,7 +4,7 @@ from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
 from rollout.engines.sglang import SGLangEngine
 from rollout.errors import RolloutError
-from rollout.prompts import Prompt
+from rollout.prompts import Chat, Prompt
 from rollout.reader import Run, open_run
 from rollout.record import Rollout, WeightSpan
 from rollout.sampling import SamplingParams
@@ -12,6 +12,7 @@ from rollout.support import Support
 from rollout.writer import RunWriter
 
 __all__ = [
+    "Chat",
     "Completion",
     "Engine",
     "EngineInfo",

@@ -19,10 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rollout.engines.base import Completion, Engine
-from rollout.errors import EngineError, GenerationAborted, RolloutError
+from rollout.errors import (
+    EngineError,
+    GenerationAborted,
+    RolloutError,
+    SupportOverflow,
+    WeightsMoved,
+)
 from rollout.prompts import Prompt
 from rollout.record import Rollout, make_rollout_id
-from rollout.retry import RetryConfig, pause_s
+from rollout.retry import OnOverflow, RetryConfig, pause_s
 from rollout.rules import check_content, check_format
 from rollout.sampling import SamplingParams, canonical_json
 
@@ -71,6 +77,8 @@ async def collect(
     seed: int | None = None,
     concurrency: int = 64,
     retry: RetryConfig | None = None,
+    on_overflow: OnOverflow = "skip",
+    single_weight_version: bool = False,
     reward: Reward | None = None,
     on_lost: Callable[[Outcome], None] | None = None,
 ) -> AsyncGenerator[Rollout, None]:
@@ -81,7 +89,8 @@ async def collect(
                 ...
 
     Each follows every rule of docs/format.md. A request that cannot be served goes to `on_lost`;
-    without one, its error is raised. What `collect_outcomes` says of bounds holds here too.
+    without one, its error is raised. With `single_weight_version`, one that the weights changed
+    under is asked for again. What `collect_outcomes` says of bounds holds here too.
     """
     async for outcome in collect_outcomes(
         engine,
@@ -90,6 +99,8 @@ async def collect(
         seed=seed,
         concurrency=concurrency,
         retry=retry,
+        on_overflow=on_overflow,
+        single_weight_version=single_weight_version,
         reward=reward,
     ):
         checked = _judged(outcome)
@@ -121,6 +132,8 @@ async def collect_outcomes(
     seed: int | None = None,
     concurrency: int = 64,
     retry: RetryConfig | None = None,
+    on_overflow: OnOverflow = "skip",
+    single_weight_version: bool = False,
     reward: Reward | None = None,
     stop: asyncio.Event | None = None,
     on_retry: OnRetry = lambda error: None,
@@ -134,6 +147,15 @@ async def collect_outcomes(
     """
     source, taking = _as_async(requests), asyncio.Lock()
     stop = stop or asyncio.Event()
+    asking = _Asking(
+        engine,
+        retry or RetryConfig(),
+        on_overflow,
+        single_weight_version,
+        reward,
+        stop,
+        on_retry,
+    )
     results: asyncio.Queue[Outcome] = asyncio.Queue(concurrency)
 
     async def work() -> None:
@@ -142,10 +164,7 @@ async def collect_outcomes(
                 request = await anext(source, None)
             if request is None:
                 return
-            asking = _with_seed(params, seed, request)
-            outcome = await _outcome(
-                engine, request, asking, retry or RetryConfig(), reward, stop, on_retry
-            )
+            outcome = await asking.outcome(request, _with_seed(params, seed, request))
             if outcome is not None:
                 await results.put(outcome)
 
@@ -183,43 +202,66 @@ async def _as_async(requests: Requests) -> AsyncIterator[Request]:
             yield request
 
 
-async def _outcome(
-    engine: Engine,
-    request: Request,
-    params: SamplingParams,
-    retry: RetryConfig,
-    reward: Reward | None,
-    stop: asyncio.Event,
-    on_retry: OnRetry,
-) -> Outcome | None:
-    """Ask until there is a rollout, or no reason to ask again; None if stopped in between."""
-    start, attempt = time.monotonic(), 1
-    aborted: list[Rollout] = []
-    failures: Counter[str] = Counter()
-    trials = 0  # of endpoints that were sick; they cost nothing
-    while True:
-        asked = time.monotonic()
-        try:
-            completion = await engine.generate(request.prompt.ids, params)
-            rollout = _record(request, params, completion, attempt, asked)
-            if completion.finish_reason == "abort":
-                aborted.append(rollout)
-                raise GenerationAborted(f"{request.rollout_id}: the server aborted it")
-        except RolloutError as error:
-            failures[error.code] += 1
-            trials += isinstance(error, EngineError) and not error.counts
-            elapsed = time.monotonic() - start
-            pause = pause_s(error, attempt - trials, failures[error.code], elapsed, retry)
-            if pause is None:
-                return Outcome(request, None, error, attempt, tuple(aborted), error.body)
-            on_retry(error)
-        else:
-            if reward is not None:
-                rollout = replace(rollout, reward=await reward(rollout))
-            return Outcome(request, rollout, None, attempt, tuple(aborted), completion.raw)
-        if await _set_within(stop, pause):
-            return None
-        attempt += 1
+@dataclass(frozen=True, eq=False)
+class _Asking:
+    """How one request is asked for, until there is a rollout or no reason to ask again."""
+
+    engine: Engine
+    retry: RetryConfig
+    on_overflow: OnOverflow
+    single_weight_version: bool
+    reward: Reward | None
+    stop: asyncio.Event
+    on_retry: OnRetry
+
+    async def outcome(self, request: Request, params: SamplingParams) -> Outcome | None:
+        """None if stopped between two attempts."""
+        start, attempt = time.monotonic(), 1
+        aborted: list[Rollout] = []
+        failures: Counter[str] = Counter()
+        trials = 0  # of endpoints that were sick; they cost nothing
+        while True:
+            asked = time.monotonic()
+            try:
+                completion = await self.engine.generate(request.prompt, params)
+                rollout = _record(request, params, completion, attempt, asked)
+                if completion.finish_reason == "abort":
+                    aborted.append(rollout)
+                    raise GenerationAborted(f"{request.rollout_id}: the server aborted it")
+                if self.single_weight_version:
+                    _check_single_version(rollout)
+            except RolloutError as error:
+                failures[error.code] += 1
+                trials += isinstance(error, EngineError) and not error.counts
+                elapsed = time.monotonic() - start
+                pause = pause_s(error, attempt - trials, failures[error.code], elapsed, self.retry)
+                if isinstance(error, SupportOverflow) and self.on_overflow == "lower_top_k":
+                    params, pause = _with_lower_top_k(params), 0.0
+                if pause is None:
+                    return Outcome(request, None, error, attempt, tuple(aborted), error.body)
+                self.on_retry(error)
+            else:
+                if self.reward is not None:
+                    rollout = replace(rollout, reward=await self.reward(rollout))
+                return Outcome(request, rollout, None, attempt, tuple(aborted), completion.raw)
+            if await _set_within(self.stop, pause):
+                return None
+            attempt += 1
+
+
+def _check_single_version(rollout: Rollout) -> None:
+    versions = [span.version for span in rollout.weight_versions]
+    if len(set(versions)) != 1:
+        found = " and ".join(dict.fromkeys(versions)) or "versions that the server does not tell"
+        raise WeightsMoved(
+            f"{rollout.rollout_id}: sampled with {found}; single_weight_version is set"
+        )
+
+
+def _with_lower_top_k(params: SamplingParams) -> SamplingParams:
+    """Half of it: how many ids tie is not known. A server never overflows on one id."""
+    assert isinstance(params.top_k, int), "an engine that was asked has resolved it"
+    return params.model_copy(update={"top_k": max(1, params.top_k // 2)})
 
 
 def _record(
@@ -228,7 +270,7 @@ def _record(
     return completion.to_rollout(
         prompt_id=request.prompt.prompt_id,
         sample_index=request.sample_index,
-        prompt_ids=request.prompt.ids,
+        prompt_ids=request.prompt.ids if completion.prompt_ids is None else completion.prompt_ids,
         prompt_text=request.prompt.text,
         params=params,
         abort=attempt - 1,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rollout.blocks import Block
-from rollout.retry import RetryConfig
+from rollout.retry import OnOverflow, RetryConfig
 from rollout.sampling import SamplingParams
 
 PathOrId = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -29,6 +30,10 @@ class PromptsConfig(Block):
     format: Literal["chat", "text"] = "chat"
     """chat: a string (one user message) or a list of messages, through the model's chat template;
     text: a string as it is, with the special tokens that the tokenizer itself adds."""
+    tools: str | None = None
+    """Column with the tools of each conversation, for the chat template."""
+    template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template: {enable_thinking: false}, say."""
     keep: list[str] = []
     """Columns that travel with each rollout, in `extra`: an answer for the reward, say."""
     limit: Positive | None = None
@@ -51,6 +56,12 @@ class SGLangConfig(Block):
     kind: Literal["sglang"] = "sglang"
     url: str | Annotated[list[str], Field(min_length=1)]
     """One endpoint, or several to spread over: least in flight first."""
+    route: Literal["generate", "chat"] = "generate"
+    """generate sends token ids to /generate. chat sends messages and tools to
+    /v1/chat/completions (0.5.18 and newer), and the server renders them."""
+    shared: bool = False
+    """Whether others send requests to these servers at the same time: refuses settings whose
+    meaning then depends on the neighbours in a batch."""
     support_logprobs: bool = True
     """Record the logprob of every support id, not only the sampled one: replay then knows the exact
     KL over the support, for 4 bytes more per id."""
@@ -62,6 +73,19 @@ class SGLangConfig(Block):
     """... and the pace after which a server counts as stuck: both give a rollout's timeout."""
     down_after_s: Annotated[float, Field(gt=0)] = 600.0
     """The run stops when no endpoint has answered for so long."""
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @model_validator(mode="after")
+    def _no_credentials(self) -> SGLangConfig:
+        if any("@" in urlsplit(url).netloc for url in self.urls):
+            raise ValueError(
+                "url: holds a user name or password, which would stand in run.json; "
+                "give an API key in the environment variable SGLANG_API_KEY instead"
+            )
+        return self
 
 
 EngineConfig = Annotated[EmbeddedConfig | SGLangConfig, Field(discriminator="kind")]
@@ -92,8 +116,14 @@ class CollectConfig(Block):
     concurrency: Positive = 64
     """Rollouts in flight."""
     retry: RetryConfig = RetryConfig()
+    on_overflow: OnOverflow = "skip"
+    """Where ties at a cut-off made a support larger than the server's cap: skip the rollout, or
+    ask for it again with half the top_k, which is then what its record says."""
     keep_aborted: bool = False
     """Store attempts that the server broke off, beside the rollout, as {rollout_id}#abort{n}."""
+    single_weight_version: bool = False
+    """Refuse a rollout that the weights changed under: it is asked for again, like an aborted
+    one."""
     reward: str | None = None
     """module:function that scores each rollout as it is collected."""
     error_budget: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -105,5 +135,15 @@ class CollectConfig(Block):
         if self.sampling.sampling_seed is not None:
             raise ValueError(
                 "sampling.sampling_seed would give every rollout the same seed; set seed instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chat_needs_messages(self) -> CollectConfig:
+        is_chat = isinstance(self.engine, SGLangConfig) and self.engine.route == "chat"
+        if is_chat and self.prompts.format != "chat":
+            raise ValueError(
+                "engine.route: chat sends messages; set prompts.format=chat, or "
+                "engine.route=generate for text"
             )
         return self

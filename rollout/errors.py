@@ -35,7 +35,8 @@
     │   ├── ReplyMalformed           answered, but not in the documented form
     │   ├── PromptTokenCount         answered for another prompt than the one that was sent
     │   ├── SamplingMaskMissing      answered without the sampling mask
-    │   └── GenerationAborted        ended by the server before it was finished
+    │   ├── GenerationAborted        ended by the server before it was finished
+    │   └── WeightsMoved             sampled with more than one weight version, and that was refused
     └── OverBudget                   more failures than the run was allowed
 
 Messages read *where: rule, got, wanted*, and say what to do next where there is something to do.
@@ -309,6 +310,13 @@ class GenerationAborted(EngineError):
     """The server ended the generation before it was finished."""
 
     code = "aborted"
+    max_attempts = None
+
+
+class WeightsMoved(EngineError):
+    """The weights changed while it was sampled, and `single_weight_version` is set."""
+
+    code = "weights_moved"
     max_attempts = None
 
 

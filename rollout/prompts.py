@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,23 @@ FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, eq=False)
+class Chat:
+    """A conversation before its template: for engines that render it themselves."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """One prompt, ready to send. `prompt_id` is the row of the dataset."""
 
     prompt_id: str
-    ids: NDArray[np.int32]  # [P]
-    text: str
+    ids: NDArray[np.int32]  # [P], as rendered here
+    text: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the row
+    chat: Chat | None = None  # what `ids` were rendered from, where it was a conversation
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +72,7 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
         )
     chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
     prompts = tuple(
-        replace(
-            tokenise(row[config.column], config.format, tokenizer, str(index)),
-            extra={name: row[name] for name in config.keep},
-        )
-        for index, row in enumerate(chosen)
+        _make_prompt(row, config, tokenizer, str(index)) for index, row in enumerate(chosen)
     )
     bos = tokenizer.bos_token_id
     return PromptSet(
@@ -75,7 +81,7 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
             "path": config.dataset,
             "split": config.split,
             "rows": len(rows),
-            "fingerprint": _fingerprint(rows.select_columns([config.column, *config.keep])),
+            "fingerprint": _fingerprint(rows.select_columns(_columns(config))),
         },
         tokenizer=describe_tokenizer(tokenizer, model),
         vocab_size=vocabulary_size(tokenizer, model),
@@ -83,27 +89,74 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
     )
 
 
-def tokenise(value: Any, form: str, tokenizer: Any, prompt_id: str) -> Prompt:
-    """One cell of the prompt column as a `Prompt`.
-
-    A chat template writes BOS itself, so its text is encoded without special tokens. Raw text gets
-    the special tokens that the tokenizer adds, unless the text already starts with BOS.
-    """
-    if form == "chat":
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        special = False
-    elif isinstance(value, str):
-        text = value
-        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+def _make_prompt(
+    row: Mapping[str, Any], config: PromptsConfig, tokenizer: Any, prompt_id: str
+) -> Prompt:
+    value = row[config.column]
+    if config.format == "text":
+        prompt = tokenise_text(value, tokenizer, prompt_id)
     else:
-        raise ConfigError(
-            f"prompts: row {prompt_id} holds {type(value).__name__}, format text wants a string"
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        tools = None if config.tools is None else _tools(row[config.tools], prompt_id)
+        # Arrow fills what a message or tool lacks with nulls, and templates would print those
+        chat = Chat(_without_nulls(messages), _without_nulls(tools), config.template_kwargs)
+        prompt = tokenise_chat(chat, tokenizer, prompt_id)
+    return replace(prompt, extra={name: row[name] for name in config.keep})
+
+
+def tokenise_chat(chat: Chat, tokenizer: Any, prompt_id: str) -> Prompt:
+    """A conversation as a `Prompt`, through the model's chat template, ready for the answer.
+
+    The template writes BOS itself, so its text is encoded without special tokens. Raises
+    `ConfigError` for what the template refuses.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            **chat.template_kwargs,
         )
+    except TemplateError as error:
+        raise ConfigError(f"prompts: row {prompt_id}: the chat template: {error}") from error
+    return replace(_encode(text, tokenizer, prompt_id, special=False), chat=chat)
+
+
+def tokenise_text(text: Any, tokenizer: Any, prompt_id: str) -> Prompt:
+    """Raw text as a `Prompt`, with the special tokens that the tokenizer adds, unless the text
+    already starts with BOS."""
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"prompts: row {prompt_id} holds {type(text).__name__}, format text wants a string"
+        )
+    special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+    return _encode(text, tokenizer, prompt_id, special=special)
+
+
+def _encode(text: str, tokenizer: Any, prompt_id: str, *, special: bool) -> Prompt:
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ConfigError(f"prompts: row {prompt_id} is empty, there is nothing to continue")
     return Prompt(prompt_id, np.array(ids, np.int32), text)
+
+
+def _tools(cell: Any, prompt_id: str) -> Any:
+    """A list of tools, or the JSON of one: Arrow has one type per column, and tools differ."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError as error:
+        raise ConfigError(f"prompts.tools: row {prompt_id} is not JSON: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def describe_tokenizer(tokenizer: Any, path: str) -> dict[str, Any]:
@@ -151,11 +204,19 @@ def _load_dataset(config: PromptsConfig) -> Any:
 
 
 def _check_columns(config: PromptsConfig, names: list[str]) -> None:
-    for key, name in [("column", config.column), *(("keep", name) for name in config.keep)]:
-        if name not in names:
+    kept = [("keep", name) for name in config.keep]
+    named = [("column", config.column), ("tools", config.tools), *kept]
+    for key, name in named:
+        if name is not None and name not in names:
             raise ConfigError(
                 f"prompts.{key}: {config.dataset} has no column {name!r}, it has {', '.join(names)}"
             )
+
+
+def _columns(config: PromptsConfig) -> list[str]:
+    """Each once; what a run's dataset is recognised by."""
+    names = [config.column, *config.keep, *([] if config.tools is None else [config.tools])]
+    return list(dict.fromkeys(names))
 
 
 def _fingerprint(rows: Any) -> str:

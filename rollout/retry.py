@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rollout.blocks import Block
 from rollout.errors import EngineError, RolloutError
+
+OnOverflow = Literal["skip", "lower_top_k"]
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -14,6 +14,16 @@ from rollout.errors import NotReplayable
 GREEDY_BELOW = 1e-6
 """SGLang samples a temperature below this as temperature 1, top_k 1."""
 
+UNREPLAYABLE = {
+    "watermark": "a watermark moves the logits that survive, and a support does not record by how "
+    "much: remove it",
+    "beam_width": "a beam search does not sample, so there is nothing to replay: remove it",
+    "custom_logit_processor": "what a processor does to the logits that survive is not recorded; "
+    "to ban tokens, which a support does record, set sampling.disallowed_token_ids",
+    "custom_params": "they are for a custom logit processor; to ban tokens set "
+    "sampling.disallowed_token_ids",
+}
+
 
 class Sampler(NamedTuple):
     """What the sampler did, after the greedy rule."""
@@ -27,9 +37,9 @@ class Sampler(NamedTuple):
 class SamplingParams(Block):
     """How one rollout is sampled; the names and the meaning are SGLang's.
 
-    The first block of fields shapes the support. Stops, grammars and `min_new_tokens` only exclude
-    ids, so a support records them exactly. Penalties and `logit_bias` are known here so that
-    `check_replayable` can refuse them by name.
+    The first block of fields shapes the support. Stops, grammars, `min_new_tokens` and
+    `disallowed_token_ids` only exclude ids, so a support records them exactly. What stands in the
+    last block is known here so that `check_replayable` can refuse it by name.
     """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -50,6 +60,8 @@ class SamplingParams(Block):
     json_schema: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    disallowed_token_ids: list[int] | None = None
+    """Ids that are never sampled; SGLang wants --enable-custom-logit-processor for it."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     """Like the one above, of the text alone."""
@@ -60,6 +72,10 @@ class SamplingParams(Block):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] | None = None
+    watermark: Any = None
+    beam_width: int | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingParams:
@@ -110,6 +126,9 @@ class SamplingParams(Block):
                     f"sampling.{name}: got {got}, must be {value:g}; a penalty moves the logits "
                     "that survive, and a support does not record by how much: remove it"
                 )
+        for name, why in UNREPLAYABLE.items():
+            if getattr(self, name) is not None:
+                raise NotReplayable(f"sampling.{name}: {why}")
         if finite := {k: v for k, v in (self.logit_bias or {}).items() if v != float("-inf")}:
             token, bias = next(iter(finite.items()))
             raise NotReplayable(
@@ -146,7 +165,11 @@ class SamplingParams(Block):
             "presence_penalty": self.presence_penalty,
             "repetition_penalty": self.repetition_penalty,
         }
-        return always | self.model_dump(exclude_defaults=True, exclude=set(always) | {"n"})
+        elsewhere = set(always) | {"n", "disallowed_token_ids"}
+        request = always | self.model_dump(exclude_defaults=True, exclude=elsewhere)
+        if self.disallowed_token_ids:
+            request["custom_params"] = {"token_ids": self.disallowed_token_ids}
+        return request
 
 
 def canonical_json(value: Any) -> str:

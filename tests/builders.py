@@ -13,12 +13,17 @@ from typing import Any, Self
 import numpy as np
 
 from rollout.engines.base import Completion, EngineInfo
+from rollout.prompts import Prompt
 from rollout.record import Rollout, WeightSpan
 from rollout.sampling import SamplingParams
 from rollout.support import Support
 
 DATA = Path(__file__).parent / "data"
 RECORDED = sorted(path.name for path in DATA.glob("sglang_*"))
+
+
+def make_prompt(*ids: int, **changes: Any) -> Prompt:
+    return Prompt("7", np.array(ids, np.int32), **changes)
 
 
 def make_rollout(prompt_id: str = "7", sample_index: int = 0, **changes: Any) -> Rollout:
@@ -105,8 +110,8 @@ class ScriptedEngine:
     def check(self, params: SamplingParams) -> None:
         params.check_replayable()
 
-    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
-        self.asked.append((prompt_ids.tolist(), params))
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        self.asked.append((prompt.ids.tolist(), params))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

@@ -22,7 +22,8 @@ from chaos import (
 from rollout.collect import Request
 from rollout.config import CollectConfig
 from rollout.files import read_lines
-from rollout.job import Progress, collect_into, make_engine
+from rollout.job import collect_into, make_engine
+from rollout.keeper import Progress
 from rollout.prompts import Prompt
 from rollout.reader import open_run
 from rollout.record import Rollout

@@ -17,7 +17,6 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -39,9 +38,9 @@ SHARDS = ShardsConfig(batch_rows=3, batch_age_s=0.01, shard_bytes=96 * 2**10)
 class SlowEngine(ScriptedEngine):
     """Answers after a few milliseconds, in an order of its own."""
 
-    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
-        await asyncio.sleep(0.01 + 0.004 * (int(prompt_ids[0]) * 7919 % 5))
-        return make_completion(text=f"of prompt {prompt_ids[0]}")
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        await asyncio.sleep(0.01 + 0.004 * (int(prompt.ids[0]) * 7919 % 5))
+        return make_completion(text=f"of prompt {prompt.ids[0]}")
 
 
 class ReportingWriter(RunWriter):

@@ -53,6 +53,8 @@ def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                      id="unknown engine"),
         pytest.param(GOOD, ["sampling.sampling_seed=3"], "every rollout the same seed",
                      id="one seed for all"),
+        pytest.param(GOOD, ["engine={kind: sglang, url: 'http://x', route: chat}",
+                     "prompts.format=text"], "route: chat sends messages", id="chat without them"),
         pytest.param(GOOD, ["top_k"], "must look like block.key=value", id="override without ="),
         pytest.param(GOOD, ["model.x=1"], "'model' is a value, not a block", id="value as block"),
         pytest.param(GOOD, ["seed=[1"], "value is not YAML", id="override is not YAML"),
@@ -65,6 +67,13 @@ def test_a_bad_config_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load(tmp_path, text, *overrides)
+
+
+def test_a_password_in_a_url_is_refused_without_showing_it(tmp_path: Path) -> None:
+    override = "engine={kind: sglang, url: ['http://a', 'http://me:s3cret@b:30000']}"
+    with pytest.raises(ConfigError, match="SGLANG_API_KEY") as caught:
+        load(tmp_path, GOOD, override)
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

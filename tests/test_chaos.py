@@ -15,7 +15,8 @@ from chaos import KINDS, VOCAB_SIZE, Chaos, fake_reply, fake_server, proxy, runn
 from rollout.collect import make_requests, rollout_seed
 from rollout.config import CollectConfig
 from rollout.engines import pool as pool_module
-from rollout.job import Progress, collect_into, make_engine
+from rollout.job import collect_into, make_engine
+from rollout.keeper import Progress
 from rollout.prompts import Prompt
 from rollout.reader import open_run
 from rollout.record import Rollout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rollout.collect import (
 )
 from rollout.engines.base import Completion
 from rollout.prompts import Prompt
+from rollout.record import WeightSpan
 from rollout.retry import RetryConfig
 from rollout.sampling import SamplingParams
 
@@ -126,12 +128,12 @@ class CountingEngine(ScriptedEngine):
 
     in_flight = most = calls = 0
 
-    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         self.in_flight += 1
         self.calls += 1
         self.most = max(self.most, self.in_flight)
         try:
-            await asyncio.sleep(0.001 * (prompt_ids[0] % 3))
+            await asyncio.sleep(0.001 * (prompt.ids[0] % 3))
             return make_completion()
         finally:
             self.in_flight -= 1
@@ -255,8 +257,8 @@ def test_a_slow_consumer_gets_every_outcome(concurrency: int) -> None:
 class FailingEngine(CountingEngine):
     """Has a bug that shows at the tenth call."""
 
-    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
-        completion = await super().generate(prompt_ids, params)
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        completion = await super().generate(prompt, params)
         if self.calls == 10:
             raise ZeroDivisionError("bug")
         return completion
@@ -329,3 +331,49 @@ def test_a_trainer_hears_of_what_is_lost_or_is_stopped_by_it(
     assert [type(outcome.error) for outcome in lost] == [error]
     with pytest.raises(error):
         collected(ScriptedEngine(answer, make_completion()))
+
+
+def spans(*versions: str) -> Completion:
+    """Two output tokens, one span each; without a version it is not known."""
+    return make_completion(
+        weight_versions=tuple(WeightSpan(v, t, t + 1) for t, v in enumerate(versions))
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        pytest.param(spans("v1", "v2"), "with v1 and v2", id="two versions"),
+        pytest.param(spans(), "does not tell", id="not known"),
+    ],
+)
+def test_a_rollout_that_the_weights_changed_under_can_be_refused(
+    first: Completion, words: str
+) -> None:
+    kept = ScriptedEngine(first)
+    (outcome,) = run(kept, 1)
+    assert outcome.rollout is not None and outcome.rollout.weight_versions == first.weight_versions
+
+    (outcome,) = run(ScriptedEngine(first, spans("v2", "v2")), 1, single_weight_version=True)
+    assert outcome.rollout is not None and outcome.attempts == 2
+    assert outcome.rollout.weight_versions[0].version == "v2"
+
+    (outcome,) = run(ScriptedEngine(*[first] * 2), 1, single_weight_version=True, retry=retry(2))
+    assert type(outcome.error) is errors.WeightsMoved
+    assert words in str(outcome.error)
+
+
+def test_a_support_over_the_cap_is_skipped_or_asked_for_with_half_the_top_k() -> None:
+    overflow = errors.SupportOverflow("ties")
+    (outcome,) = run(ScriptedEngine(overflow), 1)
+    assert (outcome.error, outcome.attempts) == (overflow, 1)
+
+    engine = ScriptedEngine(overflow, overflow, make_completion())
+    heard: list[errors.RolloutError] = []
+    (outcome,) = run(engine, 1, on_overflow="lower_top_k", on_retry=heard.append)
+    assert outcome.rollout is not None and outcome.attempts == 3
+    asked = [params.top_k for _, params in engine.asked]
+    assert asked == [PARAMS.top_k, PARAMS.top_k // 2, PARAMS.top_k // 4]
+    assert outcome.rollout.top_k == asked[-1]
+    assert json.loads(outcome.rollout.sampling_params)["top_k"] == asked[-1]
+    assert heard == [overflow, overflow]

@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from builders import make_prompt
 from chaos import (
     VOCAB_SIZE,
     fake_server,
@@ -31,7 +33,9 @@ from rollout import errors
 from rollout.collect import Request
 from rollout.engines.parse_process import ParseProcess
 from rollout.engines.sglang import SGLangEngine
-from rollout.job import Progress, collect_into
+from rollout.engines.sglang_reply import parse_reply
+from rollout.job import collect_into
+from rollout.keeper import Progress
 from rollout.prompts import Prompt
 from rollout.sampling import SamplingParams
 from rollout.writer import RunWriter
@@ -44,7 +48,7 @@ def test_a_stalled_server_is_given_up_after_the_time_that_the_tokens_take() -> N
         ) as engine:
             start = time.monotonic()
             with pytest.raises(errors.EngineUnreachable, match="no answer in 1 s"):
-                await engine.generate(np.array([1]), SamplingParams(top_k=5, max_new_tokens=7))
+                await engine.generate(make_prompt(1), SamplingParams(top_k=5, max_new_tokens=7))
             return time.monotonic() - start
 
     with running(fake_server(lambda asked: asyncio.sleep(60))) as server:
@@ -77,16 +81,18 @@ def test_a_reply_of_five_megabytes(tmp_path: Path) -> None:
 def test_a_reply_whose_decoder_died_is_asked_for_again_and_gets_a_new_one() -> None:
     body = large_reply({"input_ids": [1]}, 512, 500, support_mode=True)
 
+    parse = partial(parse_reply, prompt_ids=[1])
+
     async def decode() -> None:
         parser = ParseProcess()
-        await parser.parse(200, body, [1])
-        asking = asyncio.create_task(parser.parse(200, body, [1]))
+        await parser.parse(parse, 200, body)
+        asking = asyncio.create_task(parser.parse(parse, 200, body))
         await asyncio.sleep(0)
         assert parser._worker is not None
         parser._worker.kill()
         with pytest.raises(errors.ReplyMalformed, match="the process that decodes replies ended"):
             await asking
-        assert len((await parser.parse(200, body, [1])).output_ids) == 512
+        assert len((await parser.parse(parse, 200, body)).output_ids) == 512
         await parser.close()
 
     asyncio.run(decode())

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from builders import make_prompt
 from click.testing import CliRunner
 
 from cli.main import cli
@@ -107,8 +107,8 @@ def test_the_server_survives_what_the_engine_refuses(sglang_url: str) -> None:
     async def ask() -> Any:
         async with SGLangEngine(sglang_url, vocab_size=VOCAB_SIZE) as engine:
             with pytest.raises(IdOutsideVocabulary):
-                await engine.generate(np.array([1, VOCAB_SIZE], np.int32), params)
-            return await engine.generate(np.array([1, 5], np.int32), params)
+                await engine.generate(make_prompt(1, VOCAB_SIZE), params)
+            return await engine.generate(make_prompt(1, 5), params)
 
     completion = asyncio.run(ask())
     assert completion.finish_reason == "length" and len(completion.output_ids) == 2

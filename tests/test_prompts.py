@@ -10,7 +10,14 @@ import pytest
 
 from rollout.config import PromptsConfig
 from rollout.errors import ConfigError
-from rollout.prompts import PromptSet, load_prompts, load_tokenizer, tokenise
+from rollout.prompts import (
+    Chat,
+    PromptSet,
+    load_prompts,
+    load_tokenizer,
+    tokenise_chat,
+    tokenise_text,
+)
 
 
 def load(tmp_path: Path, rows: list[dict[str, Any]], model: Path, **config: Any) -> PromptSet:
@@ -24,26 +31,36 @@ def tokenizer(tiny_model_path: Path) -> Any:
     return load_tokenizer(str(tiny_model_path))
 
 
+def user(text: str, **about: Any) -> Chat:
+    return Chat([{"role": "user", "content": text}], **about)
+
+
 @pytest.mark.parametrize("form", ["chat", "text"])
 def test_bos_is_neither_doubled_nor_lost(tokenizer: Any, form: str) -> None:
-    ids = tokenise("for loops", form, tokenizer, "0").ids.tolist()
+    if form == "chat":
+        ids = tokenise_chat(user("for loops"), tokenizer, "0").ids.tolist()
+    else:
+        ids = tokenise_text("for loops", tokenizer, "0").ids.tolist()
     bos = tokenizer.bos_token_id
     assert ids[0] == bos and bos not in ids[1:]
 
 
 def test_text_that_brings_its_own_bos_gets_no_second(tokenizer: Any) -> None:
-    ids = tokenise(tokenizer.bos_token + "for loops", "text", tokenizer, "0").ids.tolist()
-    assert ids == tokenise("for loops", "text", tokenizer, "0").ids.tolist()
+    ids = tokenise_text(tokenizer.bos_token + "for loops", tokenizer, "0").ids.tolist()
+    assert ids == tokenise_text("for loops", tokenizer, "0").ids.tolist()
 
 
-def test_chat_takes_a_string_or_messages(tokenizer: Any) -> None:
-    one = tokenise("why", "chat", tokenizer, "0")
-    same = tokenise([{"role": "user", "content": "why"}], "chat", tokenizer, "0")
-    assert one.ids.tolist() == same.ids.tolist()
+def test_chat_takes_a_string_or_messages(
+    tokenizer: Any, tmp_path: Path, tiny_model_path: Path
+) -> None:
     wanted = tokenizer.apply_chat_template(
         [{"role": "user", "content": "why"}], add_generation_prompt=True, return_dict=False
     )
-    assert one.ids.tolist() == wanted
+    for cell in ("why", [{"role": "user", "content": "why"}]):
+        (prompt,) = load(tmp_path, [{"prompt": cell}], tiny_model_path).prompts
+        assert prompt.ids.tolist() == wanted
+        assert prompt.chat is not None
+        assert prompt.chat.messages == [{"role": "user", "content": "why"}]
 
 
 def test_a_prompt_set_says_where_it_comes_from(tmp_path: Path, tiny_model_path: Path) -> None:
@@ -107,3 +124,74 @@ def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_our_own_prompts_are_many_and_varied() -> None:
     lines = (Path(__file__).parent.parent / "configs" / "prompts.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt"] for line in lines}) >= 64
+
+
+def test_tools_and_template_arguments_reach_the_template(
+    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Spy:
+        chat_template = "a template"
+        bos_token_id = None
+
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            seen.append({"messages": messages, **options})
+            return "why"
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return self.tokenizer(*arguments, **options)
+
+        def __len__(self) -> int:
+            return len(self.tokenizer)
+
+        def get_vocab(self) -> Any:
+            return self.tokenizer.get_vocab()
+
+    spy = Spy(load_tokenizer(str(tiny_model_path)))
+    monkeypatch.setattr("rollout.prompts.load_tokenizer", lambda model: spy)
+    tools = [{"type": "function", "function": {"name": "weather", "strict": None}}]
+    messages = [{"role": "user", "content": "why", "name": None}]
+    rows = [{"prompt": messages, "tools": json.dumps(tools)}]
+    given = {"tools": "tools", "template_kwargs": {"enable_thinking": False}}
+    (prompt,) = load(tmp_path, rows, tiny_model_path, **given).prompts
+    without_nulls = [{"type": "function", "function": {"name": "weather"}}]
+    assert seen == [
+        {
+            "messages": [{"role": "user", "content": "why"}],
+            "tools": without_nulls,
+            "tokenize": False,
+            "add_generation_prompt": True,
+            "enable_thinking": False,
+        }
+    ]
+    assert prompt.chat is not None
+    assert (prompt.chat.tools, prompt.chat.template_kwargs) == (
+        without_nulls,
+        {"enable_thinking": False},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param({"tools": "tool"}, "prompts.tools: .* no column 'tool'", id="no column"),
+        pytest.param({"tools": "prompt"}, "prompts.tools: row 0 is not JSON", id="not JSON"),
+    ],
+)
+def test_tools_that_cannot_be_read_are_refused(
+    tmp_path: Path, tiny_model_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, [{"prompt": "why"}], tiny_model_path, **settings)
+
+
+def test_what_the_template_refuses_is_told_with_its_row(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
+    with pytest.raises(ConfigError, match="row 3: the chat template: no system role"):
+        tokenise_chat(user("why"), tokenizer, "3")

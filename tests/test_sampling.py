@@ -62,6 +62,18 @@ def test_temperature_just_above_greedy_is_kept() -> None:
         pytest.param(
             {"top_k": 5, "logit_bias": {"5": 2.0}}, r"logit_bias: got \+2 for token 5", id="bias"
         ),
+        pytest.param(
+            {"top_k": 5, "watermark": {"enabled": True}}, "watermark: .*moves", id="watermark"
+        ),
+        pytest.param({"top_k": 5, "beam_width": 4}, "beam_width: .*does not sample", id="beams"),
+        pytest.param(
+            {"top_k": 5, "custom_logit_processor": "{}"},
+            "custom_logit_processor: .*disallowed_token_ids",
+            id="processor",
+        ),
+        pytest.param(
+            {"top_k": 5, "custom_params": {"a": 1}}, "custom_params: .*processor", id="its params"
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(settings: dict[str, Any], words: str) -> None:
@@ -76,6 +88,7 @@ def test_what_cannot_be_replayed_is_refused(settings: dict[str, Any], words: str
         pytest.param({"logit_bias": {"5": float("-inf")}}, id="banned ids only"),
         pytest.param({"regex": "[0-9]+"}, id="grammar"),
         pytest.param({"min_new_tokens": 4}, id="min_new_tokens"),
+        pytest.param({"disallowed_token_ids": [5, 6]}, id="banned ids"),
     ],
 )
 def test_what_only_excludes_ids_is_accepted(settings: dict[str, Any]) -> None:

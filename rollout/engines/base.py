@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.prompts import Prompt
 from rollout.record import Rollout, WeightSpan, make_rollout_id
 from rollout.sampling import SamplingParams, canonical_json
 from rollout.support import Support
@@ -30,6 +31,7 @@ class Completion:
     support_logprobs: NDArray[np.float32] | None  # aligned with support.ids
     finish_reason: str  # stop, length or abort
     stop_match: str | None = None
+    prompt_ids: NDArray[np.int32] | None = None  # [P] where the engine rendered the prompt itself
     weight_versions: tuple[WeightSpan, ...] = ()
     text: str | None = None
     engine_meta: dict[str, Any] = field(default_factory=dict)  # how the engine samples
@@ -120,6 +122,6 @@ class Engine(Protocol):
         """Raise `NotReplayable`, `ConfigError` or `EngineRefused` for what cannot be served."""
         ...
 
-    async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
-        """Sample one sequence after `prompt_ids`, an int32 array [P] with P >= 1."""
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        """Sample one sequence after `prompt`, which has at least one token."""
         ...

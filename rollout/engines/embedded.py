@@ -27,7 +27,7 @@ from rollout.engines.base import Completion, EngineInfo
 from rollout.engines.hf import GrowingBatch, check_batchable, load_model
 from rollout.engines.truncation import Recorder, Samplers, draw, draw_uniforms, truncate
 from rollout.errors import ConfigError, EngineError, EngineRefused
-from rollout.prompts import load_tokenizer
+from rollout.prompts import Prompt, load_tokenizer
 from rollout.record import WeightSpan
 from rollout.sampling import SamplingParams
 
@@ -44,6 +44,7 @@ UNSUPPORTED = (
     "ebnf",
     "structural_tag",
     "logit_bias",
+    "disallowed_token_ids",
 )
 
 
@@ -143,15 +144,15 @@ class EmbeddedEngine:
             "support_source": "captured",
         }
 
-    async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
-        """Sample one sequence after `prompt_ids`, an int32 array [P] with P >= 1.
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        """Sample one sequence after the prompt's ids.
 
         Raises what `check` raises, and `EngineRefused` for a prompt that the model cannot read.
         """
         self.check(params)
-        max_output = self._entered().max_output(prompt_ids, params)
+        max_output = self._entered().max_output(prompt.ids, params)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(prompt_ids.tolist(), params, max_output, future))
+        self._waiting.append(_Request(prompt.ids.tolist(), params, max_output, future))
         self._arrived.set()
         return replace(await future, engine_meta=self.meta(params))
 

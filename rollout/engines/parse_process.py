@@ -2,8 +2,8 @@
 
 JSON decoders hold the GIL: a 30 MB reply would stop every other request for a third of a second.
 Small replies are decoded on the spot. The worker is a Python of its own that runs `main`, one reply
-at a time: a frame in (length, pickled (status, prompt ids), length, body), a frame out
-(length, pickled `Completion` or error).
+at a time: a frame in (length, pickled (parse, status), length, body), a frame out (length, pickled
+`Completion` or error).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import pickle
 import struct
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from rollout.engines.base import Completion
-from rollout.engines.sglang_reply import parse_reply
 from rollout.errors import ReplyMalformed, RolloutError
 
 INLINE_BYTES = 32 * 1024
@@ -42,12 +41,15 @@ class ParseProcess:
         self._waiting: deque[asyncio.Future[Completion | RolloutError]] = deque()
         self._writing = asyncio.Lock()
 
-    async def parse(self, status: int, body: bytes, prompt_ids: Sequence[int]) -> Completion:
-        """`parse_reply`, with the same errors; the body travels back in `raw` as ever."""
+    async def parse(
+        self, parse: Callable[[int, bytes], Completion], status: int, body: bytes
+    ) -> Completion:
+        """`parse(status, body)`, with the same errors; it must be a function that pickle knows, or
+        a partial of one. The body travels back in `raw` as ever."""
         if len(body) <= INLINE_BYTES:
-            return parse_reply(status, body, prompt_ids)
+            return parse(status, body)
         answer: asyncio.Future[Completion | RolloutError] = asyncio.Future()
-        head = pickle.dumps((status, list(prompt_ids)))
+        head = pickle.dumps((parse, status))
         async with self._writing:  # one body at a time lies in the pipe's buffer
             worker = await self._started()
             assert worker.stdin is not None
@@ -117,11 +119,11 @@ def _widen(pipe: Any) -> None:
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """The worker: answer frames until there are no more."""
     while head := source.read(_LENGTH.size):
-        status, prompt_ids = pickle.loads(source.read(*_LENGTH.unpack(head)))
+        parse, status = pickle.loads(source.read(*_LENGTH.unpack(head)))
         (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
         result: Completion | RolloutError
         try:
-            result = replace(parse_reply(status, source.read(length), prompt_ids), raw=None)
+            result = replace(parse(status, source.read(length)), raw=None)
         except RolloutError as error:
             result = error
         answer = pickle.dumps(result, protocol=5)

@@ -24,6 +24,7 @@ from rollout.errors import (
     ReplyMalformed,
     RolloutError,
 )
+from rollout.prompts import Prompt
 from rollout.sampling import SamplingParams
 
 SICK_AFTER = 3  # failures in a row
@@ -135,13 +136,13 @@ class EnginePool:
         for endpoint in self._endpoints:
             endpoint.engine.check(params)
 
-    async def generate(self, prompt_ids: NDArray[np.int32], params: SamplingParams) -> Completion:
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         """Sample at one endpoint; its errors pass unchanged."""
-        endpoint = await self._choose(prompt_ids)
+        endpoint = await self._choose(prompt.ids)
         asked_at = time.monotonic()
         is_trial = endpoint.take(asked_at)
         try:
-            completion = await endpoint.engine.generate(prompt_ids, params)
+            completion = await endpoint.engine.generate(prompt, params)
         except _SICKNESS as error:
             endpoint.note_failure(asked_at, time.monotonic())
             # others wait to try it next: what fails for all of them is not this rollout's fault

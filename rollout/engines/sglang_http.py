@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -15,6 +16,7 @@ from rollout.errors import EngineRefused, EngineUnreachable, ReplyMalformed
 
 CONNECT_TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0
+API_KEY_VARIABLE = "SGLANG_API_KEY"
 READ_BUFFER_BYTES = 2**20
 """Replies are larger than aiohttp's 64 kB, after which it stops and starts reading."""
 
@@ -28,10 +30,17 @@ class Answer(NamedTuple):
 
 
 class SGLangHttp:
-    """Requests to `url`, after `open` and before `close`; raises `EngineUnreachable`."""
+    """Requests to `url`, after `open` and before `close`; raises `EngineUnreachable`.
 
-    def __init__(self, url: str) -> None:
+    `api_key` is sent as a bearer token; without one, the environment's SGLANG_API_KEY is.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        key = api_key or os.environ.get(API_KEY_VARIABLE)
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key.strip()}"
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
@@ -52,6 +61,11 @@ class SGLangHttp:
         """The object at `path`; `EngineRefused` or `ReplyMalformed` where this is no SGLang."""
         status, _, body = await self._ask("GET", path, DESCRIBE_TIMEOUT_S, None)
         where = f"{self.url}{path}"
+        if status in (401, 403):
+            raise EngineRefused(
+                f"{where}: HTTP {status}: {error_words(body)}; the server wants an API key: "
+                f"set the environment variable {API_KEY_VARIABLE}"
+            )
         if status != 200:
             raise EngineRefused(
                 f"{where}: HTTP {status}: {error_words(body)}; is this an SGLang server?"
@@ -71,7 +85,7 @@ class SGLangHttp:
                 method,
                 self.url + path,
                 data=data,
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
                 return Answer(response.status, response.headers, await response.read())

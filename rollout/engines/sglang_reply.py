@@ -1,4 +1,4 @@
-"""The reply of SGLang's `/generate`, as a pure function from bytes to a `Completion`.
+"""The replies of SGLang's `/generate` and chat, as pure functions from bytes to a `Completion`.
 
 Shapes by version: SGLang 0.5.16 to 0.5.23, one prompt, n = 1, not streamed.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,8 +79,27 @@ class Reply(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    meta_info: _MetaInfo | None = None
+    prompt_token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # the same, as 0.5.17 spells it
+
+
+class _ChatReply(msgspec.Struct):
+    choices: list[_Choice]
+
+
 _decode = msgspec.json.Decoder(Reply).decode
+_decode_choices = msgspec.json.Decoder(_ChatReply).decode
 _numbers = msgspec.json.Decoder(list[float | None]).decode
+_logprob_rows = msgspec.json.Decoder(list[tuple[float | None, int, str | None]]).decode
 _mask_or_null = msgspec.json.Decoder(list[list[int] | None]).decode
 
 # what Python's json module writes and reads, and JSON does not know
@@ -97,17 +118,57 @@ def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = Non
     (needs `prompt_ids`, those that were sent), `LengthMismatch`, and `SampledOutsideSupport` where
     no logprob of the sampled id can be read. What else a rollout must fulfil, rules.py checks.
     """
-    if status in BUSY:
-        raise EngineBusy(f"HTTP {status}: {error_words(body)}")
-    if 400 <= status < 500:
-        raise refusal(f"HTTP {status}: {error_words(body)}")
-    if status != 200:
-        raise EngineFailed(f"HTTP {status}: {error_words(body)}")
-    try:
-        reply = _decode_leniently(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ReplyMalformed(f"not a /generate reply: {error}; got {body[:200]!r}") from error
+    check_status(status, body)
+    reply = _decode_leniently(body, _decode, lambda body: body["text"])
     return completion(reply, body, prompt_ids)
+
+
+def parse_chat_reply(status: int, body: bytes) -> Completion:
+    """`parse_reply` for `/v1/chat/completions`: the prompt ids are the server's, in `prompt_ids`.
+
+    The text is that of the message; None where the server took tool calls out of it.
+    """
+    check_status(status, body)
+    reply = _decode_leniently(
+        body, _decode_chat, lambda body: body["choices"][0]["message"]["content"]
+    )
+    found = completion(reply, body)
+    if not reply.prompt_token_ids:
+        raise ReplyMalformed("the reply has no prompt_token_ids, which return_token_ids asks for")
+    prompt_ids = ids_array(reply.prompt_token_ids, "prompt_token_ids")
+    used = reply.meta_info.prompt_tokens
+    if used is not None and used != len(prompt_ids):
+        raise PromptTokenCount(f"{len(prompt_ids)} prompt_token_ids, but prompt_tokens is {used}")
+    return replace(found, prompt_ids=prompt_ids)
+
+
+def check_status(status: int, body: bytes) -> None:
+    """Raise `EngineBusy`, `EngineRefused` or `EngineFailed`, with the server's words, unless it is
+    200."""
+    if status == 200:
+        return
+    words = f"HTTP {status}: {error_words(body)}"
+    if status in BUSY:
+        raise EngineBusy(words)
+    raise refusal(words) if 400 <= status < 500 else EngineFailed(words)
+
+
+def _decode_chat(body: bytes) -> Reply:
+    choices = _decode_choices(body).choices
+    if len(choices) != 1:
+        raise ValueError(f"{len(choices)} choices where one was asked for")
+    choice = choices[0]
+    if choice.meta_info is None:
+        raise SamplingMaskMissing(MASK_MISSING)
+    output_ids = choice.response_token_ids
+    if output_ids is None:
+        output_ids = choice.token_ids
+    if output_ids is None:
+        if choice.meta_info.output_token_sampling_mask != _ABSENT:
+            raise ValueError("no response_token_ids, which return_token_ids asks for")
+        output_ids = []  # nothing was sampled, or nothing came through: `completion` tells which
+    text = None if choice.message.tool_calls else choice.message.content
+    return Reply(choice.meta_info, output_ids, text, choice.prompt_token_ids)
 
 
 def completion(
@@ -143,18 +204,23 @@ def completion(
     )
 
 
-def _decode_leniently(body: bytes) -> Reply:
+def _decode_leniently(
+    body: bytes, decode: Callable[[bytes], Reply], text_of: Callable[[Any], str]
+) -> Reply:
     """`body` as JSON, or as Python's json module writes it: NaN and infinities count as null, and
     the text keeps half of a UTF-16 pair (a character cut at the last token): the ids are whole."""
     try:
-        return _decode(body)
-    except msgspec.DecodeError:
-        strict = _STRING_OR_NONFINITE.sub(_as_strict, body)
-        if strict == body:
-            raise
-        reply = _decode(strict)
-    if reply.text is not None:
-        reply.text = json.loads(body)["text"]
+        try:
+            return decode(body)
+        except msgspec.DecodeError:
+            strict = _STRING_OR_NONFINITE.sub(_as_strict, body)
+            if strict == body:
+                raise
+            reply = decode(strict)
+        if reply.text is not None:
+            reply.text = text_of(json.loads(body))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ReplyMalformed(f"not a reply of SGLang: {error}; got {body[:200]!r}") from error
     return reply
 
 
@@ -255,6 +321,8 @@ def _full_logprobs(raw: bytes, output_ids: NDArray[np.int32]) -> NDArray[np.floa
     if raw == b"null":
         return None
     name = "output_token_logprobs"
+    if b'"' in raw:  # chat sends each token's text
+        return _logprobs_beside_text(raw, name, output_ids)
     # the text is null, as we do not ask for it: numbers alone are decoded faster
     counts, values = float_rows(raw.replace(b",null]", b"]"), name, np.float64)
     width = 3 if (counts == 3).all() else 2
@@ -263,6 +331,18 @@ def _full_logprobs(raw: bytes, output_ids: NDArray[np.int32]) -> NDArray[np.floa
     if values[1::width].tolist() != output_ids.tolist():
         raise LengthMismatch(f"{name} are for other tokens than output_ids")
     return values[::width].astype(np.float32)
+
+
+def _logprobs_beside_text(
+    raw: bytes, name: str, output_ids: NDArray[np.int32]
+) -> NDArray[np.float32]:
+    try:
+        rows = _logprob_rows(raw)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ReplyMalformed(f"{name}: {error}") from error
+    if [token for _, token, _ in rows] != output_ids.tolist():
+        raise LengthMismatch(f"{name} are for other tokens than output_ids")
+    return np.array([logprob for logprob, _, _ in rows], np.float32)  # null is NaN
 
 
 def _spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[WeightSpan, ...]:

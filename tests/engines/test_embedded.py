@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from builders import make_prompt
 from transformers import AutoTokenizer
 
 from rollout.config import EmbeddedConfig
@@ -45,7 +46,7 @@ def model(tiny_model_path):
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
-    return [np.array(tokenizer.encode(text), dtype=np.int32) for text in TEXTS]
+    return [make_prompt(*tokenizer.encode(text)) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +92,9 @@ def test_rollouts_replay_to_what_was_recorded(sample, model, jobs):
     """Padded, cached and batched with other settings, against each sequence alone."""
     same_support, num_tokens = 0, 0
     for (prompt, sampling), got in zip(jobs, sample(jobs), strict=True):
-        sequence = torch.from_numpy(np.concatenate([prompt, got.output_ids])).long()
+        sequence = torch.from_numpy(np.concatenate([prompt.ids, got.output_ids])).long()
         with torch.inference_mode():
-            logits = model(sequence[None]).logits[0, len(prompt) - 1 : -1]
+            logits = model(sequence[None]).logits[0, len(prompt.ids) - 1 : -1]
         scaled = logits / sampling.sampler.temperature
         again = truncate(logits, Samplers.stack([sampling] * len(logits), "cpu"))
         assert len(got.support) == len(got.output_ids) == len(logits)
@@ -156,9 +157,9 @@ def test_greedy_follows_the_largest_logit(sample, model, prompts):
     assert got.support.counts.tolist() == [1] * len(got.output_ids)
     assert not got.sampling_logprobs.any()
     assert not got.support_logprobs.any()
-    sequence = torch.from_numpy(np.concatenate([prompts[2], got.output_ids])).long()
+    sequence = torch.from_numpy(np.concatenate([prompts[2].ids, got.output_ids])).long()
     with torch.inference_mode():
-        logits = model(sequence[None]).logits[0, len(prompts[2]) - 1 : -1]
+        logits = model(sequence[None]).logits[0, len(prompts[2].ids) - 1 : -1]
     assert logits.argmax(1).tolist() == got.output_ids.tolist()
 
 
@@ -228,7 +229,7 @@ def test_a_stop_string_beats_the_length(sample, tokenizer, prompts):
 
 def test_ends_where_the_context_ends(sample, model, prompts):
     context = model.config.max_position_embeddings
-    prompt = np.resize(prompts[2], context - 2)
+    prompt = make_prompt(*np.resize(prompts[2].ids, context - 2))
     (got,) = sample([(prompt, params(max_new_tokens=50, ignore_eos=True))])
     assert (len(got.output_ids), got.finish_reason) == (2, "length")
 
@@ -236,11 +237,11 @@ def test_ends_where_the_context_ends(sample, model, prompts):
 def test_refuses_prompts_the_model_cannot_read(sample, model):
     context, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     with pytest.raises(EngineRefused, match=f"got {context} tokens.* context of {context}"):
-        sample([(np.ones(context, np.int32), params())])
+        sample([(make_prompt(*[1] * context), params())])
     with pytest.raises(EngineRefused, match=f"0..{vocab_size - 1}, got 3..{vocab_size}"):
-        sample([(np.array([3, vocab_size], np.int32), params())])
+        sample([(make_prompt(3, vocab_size), params())])
     with pytest.raises(EngineRefused, match="at least one token"):
-        sample([(np.array([], np.int32), params())])
+        sample([(make_prompt(), params())])
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,7 @@ def test_refuses_prompts_the_model_cannot_read(sample, model):
         ("stop_regex", ["a+"]),
         ("min_new_tokens", 3),
         ("logit_bias", {"5": float("-inf")}),
+        ("disallowed_token_ids", [5]),
     ],
 )
 def test_refuses_what_only_sglang_does(tiny_model_path, name, value):

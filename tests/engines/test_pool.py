@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
-import numpy as np
 import pytest
-from builders import ScriptedEngine, make_completion
+from builders import ScriptedEngine, make_completion, make_prompt
 
 from rollout import errors
 from rollout.engines import pool as pool_module
 from rollout.engines.base import Completion, EngineInfo
 from rollout.engines.pool import EnginePool
+from rollout.prompts import Prompt
 from rollout.sampling import SamplingParams
 
 PARAMS = SamplingParams(top_k=4)
@@ -30,7 +29,7 @@ class Server(ScriptedEngine):
     def info(self) -> EngineInfo:
         return EngineInfo(name="test", version="1", model=self.model, max_top_k=None)
 
-    async def generate(self, prompt_ids: Any, params: SamplingParams) -> Completion:
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         self.calls += 1
         await asyncio.sleep(self.pause_s)
         if not self.up:
@@ -46,7 +45,7 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 async def ask(pool: EnginePool, prompt: int, tries: int = 20) -> None:
     for _ in range(tries):
         try:
-            await pool.generate(np.array([prompt], np.int32), PARAMS)
+            await pool.generate(make_prompt(prompt), PARAMS)
         except errors.EngineUnreachable:
             continue
         return
@@ -71,7 +70,7 @@ def test_affinity_keeps_prompts_that_begin_alike_together() -> None:
 
     async def home(pool: EnginePool, prompt: list[int]) -> int:
         before = [server.calls for server in servers]
-        await pool.generate(np.array(prompt, np.int32), PARAMS)
+        await pool.generate(make_prompt(*prompt), PARAMS)
         return next(i for i, s in enumerate(servers) if s.calls != before[i])
 
     async def run() -> None:
@@ -130,7 +129,7 @@ def test_stopping_does_not_wait_for_the_sick() -> None:
             while not stop.is_set():
                 await ask(pool, 1, tries=1)
             with pytest.raises(errors.EngineUnreachable):
-                await pool.generate(np.array([1], np.int32), PARAMS)
+                await pool.generate(make_prompt(1), PARAMS)
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
@@ -162,7 +161,7 @@ def test_a_refusal_is_not_sickness() -> None:
         async with EnginePool([refusing]) as pool:
             for _ in range(9):
                 with pytest.raises(errors.EngineRefused):
-                    await pool.generate(np.array([1], np.int32), PARAMS)
-            await pool.generate(np.array([1], np.int32), PARAMS)
+                    await pool.generate(make_prompt(1), PARAMS)
+            await pool.generate(make_prompt(1), PARAMS)
 
     asyncio.run(asyncio.wait_for(run(), 1))

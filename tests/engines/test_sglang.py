@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
-from builders import DATA
+from builders import DATA, make_prompt
 
 from rollout import errors
 from rollout.engines.sglang import SGLangEngine
+from rollout.prompts import Chat
 from rollout.sampling import SamplingParams
 
 WIRE: dict[str, Any] = json.loads((DATA / "sglang_0.5.23_cpu_pytorch" / "wire.json").read_text())
@@ -39,24 +39,41 @@ def good_reply(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def chat_reply(request: dict[str, Any]) -> dict[str, Any]:
+    """The same as a chat: the server renders every conversation as the ids 5 and 6."""
+    reply = good_reply({"input_ids": [5, 6]})
+    choice = {
+        "message": {"role": "assistant", "content": "a"},
+        "prompt_token_ids": [5, 6],
+        "response_token_ids": reply["output_ids"],
+        "meta_info": reply["meta_info"],
+    }
+    return {"choices": [choice]}
+
+
 @asynccontextmanager
 async def server(
-    generate: Callable[[dict[str, Any]], Any], **info: Any
+    generate: Callable[[dict[str, Any]], Any], api_key: str | None = None, **info: Any
 ) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose /generate is `generate`; yields its URL and the requests it got."""
+    """A server whose /generate and chat are `generate`; yields its URL and the requests it got."""
     asked: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
+        if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         asked.append(await request.json())
         reply = generate(asked[-1])
         return reply if isinstance(reply, web.Response) else web.json_response(reply)
 
     async def described(request: web.Request) -> web.Response:
+        if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         case = "get_server_info" if request.path == "/server_info" else "get_model_info"
         return web.json_response(WIRE[case]["response"] | info)
 
     app = web.Application()
     app.router.add_post("/generate", answer)
+    app.router.add_post("/v1/chat/completions", answer)
     app.router.add_get("/server_info", described)
     app.router.add_get("/model_info", described)
     runner = web.AppRunner(app)
@@ -75,7 +92,7 @@ def ask(generate: Callable[[dict[str, Any]], Any], prompt: list[int], **info: An
     async def run() -> Any:
         async with server(generate, **info) as (url, asked):
             async with SGLangEngine(url, vocab_size=100) as engine:
-                completion = await engine.generate(np.array(prompt, np.int32), PARAMS)
+                completion = await engine.generate(make_prompt(*prompt), PARAMS)
             return completion, engine, asked[1:]
 
     return asyncio.run(run())
@@ -141,7 +158,7 @@ def test_cap_comes_from_the_server() -> None:
     engine.check(SamplingParams(top_k=64))
     with pytest.raises(errors.NotReplayable, match="at most 64"):
         engine.check(SamplingParams(top_k=65))
-    with pytest.raises(errors.NotReplayable, match="DisallowedTokens"):
+    with pytest.raises(errors.NotReplayable, match="disallowed_token_ids"):
         engine.check(SamplingParams(top_k=5, logit_bias={"3": float("-inf")}))
 
 
@@ -199,3 +216,80 @@ def test_another_kind_of_server_is_told_apart() -> None:
 
     with pytest.raises(errors.EngineRefused, match="HTTP 404.*is this an SGLang server"):
         asyncio.run(run())
+
+
+def test_chat_takes_the_prompt_ids_from_the_server() -> None:
+    async def run() -> Any:
+        prompt = make_prompt(5, 7, chat=Chat([{"role": "user", "content": "why"}]))
+        async with (
+            server(chat_reply) as (url, asked),
+            SGLangEngine(url, vocab_size=100, route="chat") as engine,
+        ):
+            return await engine.generate(prompt, PARAMS), asked, engine.meta(PARAMS)
+
+    completion, (_, request), meta = asyncio.run(run())
+    assert request["messages"] == [{"role": "user", "content": "why"}]
+    assert completion.prompt_ids.tolist() == [5, 6]
+    assert (completion.text, meta["route"]) == ("a", "chat")
+
+
+def test_chat_before_0_5_18_is_refused_before_a_request() -> None:
+    async def run() -> Any:
+        async with server(chat_reply, version="0.5.17") as (url, asked):
+            with pytest.raises(errors.EngineRefused, match="0.5.17 ignores"):
+                async with SGLangEngine(url, vocab_size=100, route="chat"):
+                    pass
+            return asked
+
+    assert asyncio.run(run()) == []
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_refused() -> None:
+    _, engine, _ = ask(good_reply, [5], version="0.5.19")
+    engine.check(SamplingParams(top_k=99))
+    with pytest.raises(errors.NotReplayable, match="got 100, must be below the vocabulary of 100"):
+        engine.check(SamplingParams(top_k=100))
+
+
+def test_the_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def enter() -> None:
+        async with (
+            server(good_reply, api_key="sk-secret") as (url, _),
+            SGLangEngine(url, vocab_size=100) as engine,
+        ):
+            assert "sk-secret" not in repr(vars(engine.info)) + repr(engine.meta(PARAMS))
+
+    with pytest.raises(errors.EngineRefused, match="HTTP 401.*SGLANG_API_KEY") as caught:
+        asyncio.run(enter())
+    monkeypatch.setenv("SGLANG_API_KEY", "sk-wrong")
+    with pytest.raises(errors.EngineRefused, match="HTTP 401") as caught:
+        asyncio.run(enter())
+    assert "sk-wrong" not in str(caught.value)
+    monkeypatch.setenv("SGLANG_API_KEY", "sk-secret\n")
+    asyncio.run(enter())
+
+
+def versioned(*versions: str) -> Callable[[dict[str, Any]], Any]:
+    """Replies as before 0.5.19: each names one version, that of its end."""
+    names = iter(versions)
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        good = good_reply(request)
+        good["meta_info"]["weight_version"] = next(names)
+        return good
+
+    return reply
+
+
+def test_before_0_5_19_a_version_counts_only_if_it_was_there_before() -> None:
+    async def run() -> list[list[str]]:
+        answers = versioned("v1", "v1", "v2", "v2")
+        info = {"version": "0.5.18", "weight_version": "v1"}
+        async with (
+            server(answers, **info) as (url, _),
+            SGLangEngine(url, vocab_size=100) as engine,
+        ):
+            got = [await engine.generate(make_prompt(5), PARAMS) for _ in range(3)]
+            return [[span.version for span in one.weight_versions] for one in got]
+
+    assert asyncio.run(run()) == [["v1"], [], ["v2"]]

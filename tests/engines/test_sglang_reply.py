@@ -253,7 +253,7 @@ def test_another_prompt_than_the_one_sent_is_refused() -> None:
     ],
 )
 def test_anything_else_is_malformed(body: bytes) -> None:
-    with pytest.raises(errors.ReplyMalformed, match="not a /generate reply"):
+    with pytest.raises(errors.ReplyMalformed, match="not a reply of SGLang"):
         parse_reply(200, body)
 
 

@@ -68,13 +68,28 @@ def test_a_number_is_left_alone() -> None:
         pytest.param({}, {"top_k": 5, "n": 2}, errors.NotReplayable, "sampling.n", id="n 2"),
         pytest.param({}, {"top_k": 5, "max_new_tokens": 0}, errors.NotReplayable,
                      "max_new_tokens", id="no token"),
+        pytest.param({"sampling_backend": "pytorch"}, {"top_k": 5, "min_p": 0.2},
+                     errors.NotReplayable, "min_p: not on a shared", id="min_p, shared"),
+        pytest.param({"enable_deterministic_inference": True}, {"top_k": 5, "min_p": 0.1},
+                     errors.NotReplayable, "min_p: a deterministic", id="min_p, deterministic"),
+        pytest.param({"enable_custom_logit_processor": False}, {"top_k": 5,
+                     "disallowed_token_ids": [3]}, errors.EngineRefused,
+                     "--enable-custom-logit-processor", id="bans without the flag"),
+        pytest.param({"enable_custom_logit_processor": True}, {"top_k": 5,
+                     "disallowed_token_ids": [3]}, errors.NotReplayable,
+                     "ban different tokens", id="bans, shared"),
+        pytest.param({"watermark_default_enabled": True}, {"top_k": 5}, errors.EngineRefused,
+                     "watermarks every request", id="watermark by default"),
+        pytest.param({"preferred_sampling_params": '{"logit_bias": {"3": 1.0}}'}, {"top_k": 5},
+                     errors.EngineRefused, "adds logit_bias", id="bias by default"),
     ],
 )  # fmt: skip
 def test_what_the_server_would_refuse_is_refused_before(
     info: dict[str, Any], settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
+    shared = settings.get("min_p") == 0.2 or info.get("enable_custom_logit_processor") is True
     with pytest.raises(error, match=words):
-        rules("0.5.23", **info).check(SamplingParams(**settings))
+        rules("0.5.23", **info).check(SamplingParams(**settings), shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +102,56 @@ def test_what_the_server_would_refuse_is_refused_before(
 def test_what_the_server_takes_is_let_through(version: str, info: dict[str, Any]) -> None:
     limit = 100_000 if version == "0.5.19" else 4096
     rules(version, **info).check(SamplingParams(top_k=limit))
+
+
+def test_preferred_settings_that_a_request_overrides_are_no_harm() -> None:
+    given = rules("0.5.23", preferred_sampling_params={"top_k": 20, "temperature": 0.6})
+    given.check(SamplingParams(top_k=5))
+
+
+@pytest.mark.parametrize(
+    ("version", "info", "route", "words"),
+    [
+        pytest.param("0.5.17", {}, "chat", "0.5.17 ignores return_sampling_mask", id="old chat"),
+        pytest.param("0.5.23", {"frontend": "rust"}, "generate", "rust front end", id="Rust"),
+    ],
+)
+def test_a_route_that_loses_the_mask_is_refused(
+    version: str, info: dict[str, Any], route: str, words: str
+) -> None:
+    with pytest.raises(errors.EngineRefused, match=words):
+        rules(version, **info).check_route(route)
+
+
+@pytest.mark.parametrize(
+    ("version", "route"), [("0.5.18", "chat"), ("0.5.16", "generate"), ("0.5.23", "chat")]
+)
+def test_a_route_that_knows_the_mask_is_let_through(version: str, route: str) -> None:
+    rules(version, frontend="python").check_route(route)
+
+
+@pytest.mark.parametrize(
+    ("version", "spans", "support_mode"),
+    [("0.5.18", False, False), ("0.5.19", True, False), ("0.5.21", True, True)],
+)
+def test_what_a_reply_tells(version: str, spans: bool, support_mode: bool) -> None:
+    got = rules(version)
+    assert (got.has_spans, got.has_support_mode) == (spans, support_mode)
+
+
+@pytest.mark.parametrize(
+    ("backend", "min_p", "shared", "order"),
+    [
+        ("pytorch", 0.1, True, "joint"),
+        ("flashinfer", 0.0, False, "joint"),
+        ("flashinfer", 0.1, False, "sequential"),
+        ("flashinfer", 0.0, True, None),
+    ],
+)
+def test_the_order_of_filters_is_told_where_it_is_known(
+    backend: str, min_p: float, shared: bool, order: str | None
+) -> None:
+    assert rules("0.5.23", sampling_backend=backend).filter_order(min_p, shared=shared) == order
 
 
 def test_dflash_before_masks_came_is_refused() -> None:
