@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.collect import Request, Reward, collect_outcomes, make_requests
 from rollout.config import CollectConfig, EmbeddedConfig
@@ -34,6 +34,39 @@ ENGINE_MAY_CHANGE = {
 """Settings that do not change what is collected, so a run may go on with others."""
 
 
+class Prepared(NamedTuple):
+    """All that a request needs; `config` with what only the engine knew filled in."""
+
+    config: CollectConfig
+    engine: Engine  # entered
+    prompts: PromptSet  # not empty
+    reward: Reward | None
+
+
+@asynccontextmanager
+async def prepared(
+    config: CollectConfig,
+    stop: asyncio.Event | None = None,
+    on_note: OnNote = lambda note: None,
+) -> AsyncGenerator[Prepared, None]:
+    """Load the prompts, enter the engine, and check that it can serve what `config` asks for.
+
+    Raises `ConfigError` and `EngineError`; nothing is written.
+    """
+    # settings that no server could serve are refused before anything is loaded
+    config.sampling.check_replayable()
+    reward = None if config.reward is None else load_reward(config.reward)
+    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.model)
+    if not prompts.prompts:
+        raise ConfigError(f"prompts: {config.prompts.dataset} has no rows to collect")
+    async with make_engine(config, prompts.vocab_size, stop) as engine:
+        asked = config.sampling
+        config = config.model_copy(update={"sampling": engine.resolve(asked)})
+        engine.check(config.sampling)
+        _note_settings(config, asked, prompts, on_note)
+        yield Prepared(config, engine, prompts, reward)
+
+
 async def collect_run(
     config: CollectConfig,
     out: Path,
@@ -52,17 +85,7 @@ async def collect_run(
     answers any more, `OverBudget` when more than `config.error_budget` of the rollouts failed, and
     `NotARun` when nothing came at all.
     """
-    # settings that no server could serve are refused before anything is loaded
-    config.sampling.check_replayable()
-    reward = None if config.reward is None else load_reward(config.reward)
-    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.model)
-    if not prompts.prompts:
-        raise ConfigError(f"prompts: {config.prompts.dataset} has no rows to collect")
-    async with make_engine(config, prompts.vocab_size, stop) as engine:
-        asked = config.sampling
-        config = config.model_copy(update={"sampling": engine.resolve(asked)})
-        engine.check(config.sampling)
-        _note_settings(config, asked, prompts, on_note)
+    async with prepared(config, stop, on_note) as (config, engine, prompts, reward):
         identity = _identity(config, prompts, engine)
         start = time.monotonic()
         wanted = list(make_requests(prompts.prompts, config.prompts.rollouts_per_prompt))

@@ -107,16 +107,12 @@ class Keeper:
             self._writer.fail(error, **about)
 
     def _compare_prompt(self, prompt: Prompt, rollout: Rollout) -> None:
-        """An engine that rendered the prompt itself may have another template or tokenizer."""
-        if np.array_equal(prompt.ids, rollout.prompt_ids):
+        difference = prompt_difference(prompt, rollout, self._config.model)
+        if difference is None:
             return
         self._progress.prompts_differ += 1
         if self._progress.prompts_differ == 1:
-            self._on_note(
-                f"prompt {prompt.prompt_id}: {_first_difference(prompt.ids, rollout.prompt_ids)}; "
-                "the engine's ids are recorded. Its chat template or tokenizer is not that of "
-                f"{self._config.model}"
-            )
+            self._on_note(difference)
 
     def _store_aborted(self, outcome: Outcome) -> None:
         number = 0
@@ -142,6 +138,16 @@ async def _in_thread(function: Callable[..., None], *args: Any) -> None:
     if cancelled is not None:
         raise cancelled
     task.result()
+
+
+def prompt_difference(prompt: Prompt, rollout: Rollout, model: str) -> str | None:
+    """What to say where an engine rendered `prompt` itself, and otherwise than we did."""
+    if np.array_equal(prompt.ids, rollout.prompt_ids):
+        return None
+    return (
+        f"prompt {prompt.prompt_id}: {_first_difference(prompt.ids, rollout.prompt_ids)}; the "
+        f"engine's ids are recorded. Its chat template or tokenizer is not that of {model}"
+    )
 
 
 def _first_difference(ours: NDArray[np.int32], theirs: NDArray[np.int32]) -> str:

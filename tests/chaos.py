@@ -124,24 +124,29 @@ def running_abort(reply: dict[str, Any], num_tokens: int) -> dict[str, Any]:
 
 @dataclass
 class FakeServer:
-    """`requests` and the times they came at, without the probes of an engine that is entered."""
+    """`requests` and the times they came at, without the probes of an engine that is entered;
+    `authorizations` of every request."""
 
     url: str
     requests: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def fake_server(
-    answer: Callable[[dict[str, Any]], Any] = fake_reply, **info: Any
+    answer: Callable[[dict[str, Any]], Any] = fake_reply,
+    probe: Callable[[dict[str, Any]], dict[str, Any]] = fake_reply,
+    **info: Any,
 ) -> AsyncIterator[FakeServer]:
     """A server whose /generate is `answer`: a reply as dict or bytes, a `web.Response`, `HANG_UP`,
-    or something to await for one of these."""
+    or something to await for one of these. `probe` answers an engine that is entered."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         asked = await request.json()
+        server.authorizations.append(request.headers.get("Authorization"))
         if asked["sampling_params"]["temperature"] == 0:
-            return web.json_response(fake_reply(asked))
+            return web.json_response(probe(asked))
         server.requests.append(asked)
         server.times.append(time.monotonic())
         reply = answer(asked)
@@ -157,6 +162,7 @@ async def fake_server(
         return web.Response(body=body, content_type="application/json")
 
     async def described(request: web.Request) -> web.Response:
+        server.authorizations.append(request.headers.get("Authorization"))
         case = "get_server_info" if request.path == "/server_info" else "get_model_info"
         return web.json_response(WIRE[case]["response"] | info)
 

@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look anything up
 TESTS = Path(__file__).parent
 CACHE = Path("~/.cache/rollout").expanduser()
 SGLANG_VENV = CACHE / "sglang-0.5.23-cpu"
+SGLANG_FLAGS = ["--enable-custom-logit-processor"]
 SERVER_START_S = 300
 
 
@@ -48,7 +49,13 @@ def recorded_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real SGLang 0.5.23 serving SmolLM2 on the CPU; installed once into the user's cache."""
+    """A real SGLang 0.5.23 serving SmolLM2 on the CPU; installed once into the user's cache.
+
+    ROLLOUT_TEST_SGLANG names one that runs already: starting takes longer than most tests.
+    """
+    if running := os.environ.get("ROLLOUT_TEST_SGLANG"):
+        yield running
+        return
     scripts = TESTS / "sglang_cpu"
     CACHE.mkdir(parents=True, exist_ok=True)
     subprocess.run([scripts / "install.sh", SGLANG_VENV], check=True)
@@ -56,7 +63,7 @@ def sglang_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     with open(log, "wb") as output:
         server = subprocess.Popen(
-            [scripts / "serve.sh", SGLANG_VENV, smollm2_path, str(port)],
+            [scripts / "serve.sh", SGLANG_VENV, smollm2_path, str(port), *SGLANG_FLAGS],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the server has children: they end with it
