@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +21,9 @@ from cli.options import (
 )
 from cli.progress import ProgressReport, no_bars_in_logs
 
+if TYPE_CHECKING:
+    from rollout.config import CollectConfig
+
 
 @click.command()
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -28,9 +33,16 @@ from cli.progress import ProgressReport, no_bars_in_logs
     type=click.Path(file_okay=False, path_type=Path),
     help="Run directory; runs/<name of CONFIG> unless given.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Examine the endpoints, collect one rollout, write nothing.",
+)
 @json_option
 @reports_errors
-def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+def collect(
+    config: Path, overrides: tuple[str, ...], out: Path | None, dry_run: bool, as_json: bool
+) -> None:
     """Collect rollouts with their supports into a run directory.
 
     The same command again goes on where it stopped. Ctrl-C finishes what is in flight, a second one
@@ -38,6 +50,7 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
 
     \b
     Example:
+      rollout collect configs/sglang.yaml -o engine.url=http://localhost:30000 --dry-run
       rollout collect configs/sglang.yaml -o engine.url=http://localhost:30000 --out runs/first
     """
     from cli.tables import print_stats
@@ -51,6 +64,9 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
     no_bars_in_logs("datasets", "transformers")
     sys.path.insert(0, "")  # the module of a reward may lie in the current directory
     out = out or Path("runs") / config.stem
+    if dry_run:
+        _dry_run(settings, as_json)
+        return
     with ProgressReport("collect") as report:
 
         def show(progress: Progress) -> None:
@@ -73,3 +89,21 @@ def collect(config: Path, overrides: tuple[str, ...], out: Path | None, as_json:
         click.echo(f"interrupted; to go on: {shlex.join(['rollout', *sys.argv[1:]])}", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     click.echo(f"next: rollout replay {out} --model {settings.model}", err=True)
+
+
+def _dry_run(settings: CollectConfig, as_json: bool) -> None:
+    from cli.tables import print_dry_run
+    from rollout.dry_run import dry_run
+
+    found = asyncio.run(dry_run(settings, lambda note: click.echo(f"note: {note}", err=True)))
+    if as_json:
+        echo_json(found.as_json())
+    else:
+        print_dry_run(found)
+    for endpoint in found.endpoints:
+        if not endpoint.usable:
+            click.echo(f"{endpoint.url}: not usable: {endpoint.reason}", err=True)
+    if not found.usable:
+        raise click.exceptions.Exit(4)
+    again = [word for word in sys.argv[1:] if word != "--dry-run"]
+    click.echo(f"nothing was written; next: {shlex.join(['rollout', *again])}", err=True)

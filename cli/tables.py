@@ -9,8 +9,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from rollout.view import view_rollout
+
 if TYPE_CHECKING:
     from replay.report import Report
+    from rollout.dry_run import DryRun
     from rollout.repair import Repair
 
 
@@ -137,6 +140,14 @@ def print_report(report: Report) -> None:
     for gate in report.failed_gates:
         click.echo(f"gate {gate.name}: {gate.value:.4g} is above {gate.limit:g}")
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
+
+
+def print_dry_run(found: DryRun) -> None:
+    """The endpoints, and the rollout with its first tokens."""
+    for endpoint in found.endpoints:
+        print_examination(endpoint)
+    if found.rollout is not None:
+        print_rollout(view_rollout(found.rollout, limit=8))
 
 
 def print_repair(done: Repair) -> None:

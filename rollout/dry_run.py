@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.collect import Request, collect
 from rollout.config import CollectConfig, SGLangConfig
@@ -11,6 +12,7 @@ from rollout.job import prepared
 from rollout.keeper import OnNote, prompt_difference
 from rollout.record import Rollout
 from rollout.retry import RetryConfig
+from rollout.view import view_rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +21,13 @@ class DryRun:
 
     endpoints: tuple[Examination, ...]  # none for the embedded engine
     rollout: Rollout | None
+
+    def as_json(self) -> dict[str, Any]:
+        """endpoints, as `rollout doctor` has them, and the facts of the rollout."""
+        return {
+            "endpoints": [endpoint.as_json() for endpoint in self.endpoints],
+            "rollout": self.rollout and view_rollout(self.rollout, limit=0)["rollout"],
+        }
 
     @property
     def usable(self) -> bool:
