@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cli.collect import collect
+from cli.doctor import doctor
 from cli.import_ import import_
 from cli.inspect_ import inspect
 from cli.merge import merge
@@ -31,6 +32,7 @@ def cli() -> None:
 
 
 cli.add_command(collect)
+cli.add_command(doctor)
 cli.add_command(import_)
 cli.add_command(inspect)
 cli.add_command(merge)

@@ -14,6 +14,7 @@ from rollout.view import view_rollout
 if TYPE_CHECKING:
     from replay.report import Report
     from rollout.dry_run import DryRun
+    from rollout.engines.sglang_doctor import Examination
     from rollout.repair import Repair
 
 
@@ -148,6 +149,17 @@ def print_dry_run(found: DryRun) -> None:
         print_examination(endpoint)
     if found.rollout is not None:
         print_rollout(view_rollout(found.rollout, limit=8))
+
+
+def print_examination(found: Examination) -> None:
+    """A line per probe, and the config block to paste where there is one."""
+    table = Table(box=None, show_header=False)
+    for probe in found.probes:
+        mark = {True: "", False: "!", None: "?"}[probe.ok]
+        table.add_row(mark, probe.name, _plain(probe.value), _plain(probe.detail))
+    _console().print(table)
+    if found.config is not None:
+        click.echo("\n" + found.as_yaml(), nl=False)
 
 
 def print_repair(done: Repair) -> None:

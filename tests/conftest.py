@@ -10,7 +10,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ TESTS = Path(__file__).parent
 CACHE = Path("~/.cache/rollout").expanduser()
 SGLANG_VENV = CACHE / "sglang-0.5.23-cpu"
 SGLANG_FLAGS = ["--enable-custom-logit-processor"]
+ROUTERS_VENV = CACHE / "routers-sglang-router-0.3.2-smg-1.13.0"
 SERVER_START_S = 300
 
 
@@ -59,18 +61,69 @@ def sglang_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     scripts = TESTS / "sglang_cpu"
     CACHE.mkdir(parents=True, exist_ok=True)
     subprocess.run([scripts / "install.sh", SGLANG_VENV], check=True)
-    port = _free_port()
+    command = [scripts / "serve.sh", SGLANG_VENV, smollm2_path]
     log = tmp_path_factory.mktemp("sglang") / "server.log"
+    with _serving(lambda port: [*command, str(port), *SGLANG_FLAGS], "/model_info", log) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sglang_router_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """sglang-router in front of the real server."""
+    with _router(["-m", "sglang_router.launch_router"], sglang_url, tmp_path_factory) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def smg_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """smg in front of the real server."""
+    with _router(["-m", "smg", "launch"], sglang_url, tmp_path_factory) as url:
+        yield url
+
+
+@contextmanager
+def _router(
+    module: list[str], worker: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    subprocess.run([TESTS / "routers" / "install.sh", ROUTERS_VENV], check=True)
+    _wait_until_answers(f"{worker}/health")  # smg looks again only after half a minute
+
+    def command(port: int) -> list[str | Path]:
+        loopback = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
+        ports = ["--port", str(port), "--prometheus-port", str(_free_port())]
+        return [
+            ROUTERS_VENV / "bin" / "python",
+            *module,
+            *loopback,
+            *ports,
+            "--worker-urls",
+            worker,
+        ]
+
+    log = tmp_path_factory.mktemp("router") / "router.log"
+    with _serving(command, "/readiness", log) as url:
+        yield url
+
+
+@contextmanager
+def _serving(command: Callable[[int], list[str | Path]], ready: str, log: Path) -> Iterator[str]:
+    """The URL of a process that serves the port given to `command`, from when `ready` answers."""
+    port = _free_port()
     with open(log, "wb") as output:
         server = subprocess.Popen(
-            [scripts / "serve.sh", SGLANG_VENV, smollm2_path, str(port), *SGLANG_FLAGS],
+            command(port),
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the server has children: they end with it
+            start_new_session=True,  # a server has children: they end with it
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url, server, log)
+        try:
+            _wait_until_answers(url + ready, server)
+        except RuntimeError as error:
+            words = log.read_text(errors="replace")[-4000:]
+            raise RuntimeError(f"{command(port)[0]} did not start:\n{words}") from error
         yield url
     finally:
         os.killpg(server.pid, 15)
@@ -88,14 +141,15 @@ def _free_port() -> int:
         return port
 
 
-def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_answers(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
+    """Until GET `url` is a 200; no longer than its server lives."""
     deadline = time.monotonic() + SERVER_START_S
     while time.monotonic() < deadline:
-        if server.poll() is not None:
+        if server is not None and server.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(f"{url}/model_info", timeout=5):
+            with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.5)
-    raise RuntimeError(f"SGLang did not start:\n{log.read_text(errors='replace')[-4000:]}")
+    raise RuntimeError(f"{url} does not answer")

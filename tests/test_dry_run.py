@@ -68,12 +68,8 @@ def test_a_reply_that_breaks_a_rule_is_its_error(tmp_path: Path, tiny_model_path
 def test_the_embedded_engine_has_no_endpoint_to_examine(
     tmp_path: Path, tiny_model_path: Path, top_k: int
 ) -> None:
-    settings = settings_file(
-        tmp_path, tiny_model_path, "none", 2, engine={"kind": "embedded"}
-    )
-    result = run(
-        "collect", settings, "--dry-run", "--json", "-o", f"sampling.top_k={top_k}"
-    )
+    settings = settings_file(tmp_path, tiny_model_path, "none", 2, engine={"kind": "embedded"})
+    result = run("collect", settings, "--dry-run", "--json", "-o", f"sampling.top_k={top_k}")
     if top_k < 0:
         assert result.exit_code == 2, "what a run would refuse, a dry run refuses"
         return
