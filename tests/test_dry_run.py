@@ -30,7 +30,7 @@ def test_a_dry_run_shows_the_endpoint_and_one_rollout_and_writes_nothing(
     assert result.exit_code == 0, result.output
     assert "0.5.23" in result.stdout and "0:0" in result.stdout
     assert "note: top_k auto is 512 here" in result.stderr
-    assert "nothing was written; next: rollout collect" in result.stderr
+    assert "nothing was written; next: rollout" in result.stderr
     found = json.loads(as_json.stdout)
     (endpoint,) = found["endpoints"]
     assert endpoint["usable"] and endpoint["url"] == server.url

@@ -76,7 +76,6 @@ def test_smg_passes_the_mask_but_not_every_sampling_field(smg_url: str, smollm2_
     }
 
 
-@pytest.mark.xfail(strict=True, reason="an engine reads /server_info, which smg does not have")
 def test_rollouts_can_be_collected_through_smg(smg_url: str) -> None:
     code, found, _, _ = doctor(smg_url)
     assert (code, found["usable"], found["config"]["engine"]["url"]) == (0, True, smg_url)

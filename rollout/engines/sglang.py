@@ -10,17 +10,21 @@ import numpy as np
 
 from rollout.engines.base import Completion, EngineInfo
 from rollout.engines.parse_process import ParseProcess
-from rollout.engines.sglang_http import SGLangHttp, retry_after_s
+from rollout.engines.sglang_http import MODEL_PATHS, SERVER_PATHS, SGLangHttp, retry_after_s
 from rollout.engines.sglang_routes import ROUTES, RouteName
 from rollout.engines.sglang_rules import ServerRules
 from rollout.errors import (
     EngineError,
+    EngineRefused,
     IdOutsideVocabulary,
     NotReplayable,
     RolloutError,
 )
 from rollout.prompts import Chat, Prompt
 from rollout.sampling import SamplingParams
+
+ROUTERS_DROP = ("stop_regex", "structural_tag", "spaces_between_special_tokens")
+"""Keys of sampling_params that smg does not know and leaves out."""
 
 PROBE = Prompt("probe", np.array([1], np.int32), chat=Chat([{"role": "user", "content": "Hi"}]))
 
@@ -61,6 +65,8 @@ class SGLangEngine:
         self._rules: ServerRules | None = None
         self._info: EngineInfo | None = None
         self._weight_version: str | None = None  # the last one seen
+        self._routed = False  # through a router
+        self._served = "default"  # the model's name on the chat route
 
     async def __aenter__(self) -> Self:
         self._http.open()
@@ -99,12 +105,23 @@ class SGLangEngine:
                 "sampling.logit_bias: a ban (-inf) has no form in JSON; "
                 "set sampling.disallowed_token_ids"
             )
+        if self._routed:
+            self._check_router(params)
         if isinstance(params.top_k, int) and params.top_k >= self._vocab_size:
             raise NotReplayable(
                 f"sampling.top_k: got {params.top_k}, must be below the vocabulary of "
                 f"{self._vocab_size}: more truncates nothing"
             )
         self._route.check(params)
+
+    def _check_router(self, params: SamplingParams) -> None:
+        unset = SamplingParams()
+        for name in ROUTERS_DROP:
+            if getattr(params, name) != getattr(unset, name):
+                raise EngineRefused(
+                    f"sampling.{name}: {self._http.url} is a router, which drops it without a "
+                    "word; remove it, or give the URL of the server behind it"
+                )
 
     def meta(self, params: SamplingParams) -> dict[str, Any]:
         """How rollouts with `params` are sampled, as their `engine_meta` says it."""
@@ -136,7 +153,7 @@ class SGLangEngine:
                 f"{self._vocab_size}; not sent, it would kill the server"
             )
         route, before = self._route, self._weight_version
-        request = route.request(prompt, params, self._mode)
+        request = route.request(prompt, params, self._mode, self._served)
         timeout_s = self._queue_timeout_s + params.max_new_tokens / self._slowest_tokens_per_s
         answer = await self._http.post(route.path, request, timeout_s)
         try:
@@ -159,8 +176,15 @@ class SGLangEngine:
         return replace(completion, weight_versions=())
 
     async def _read_server(self) -> None:
-        self._server = await self._http.describe("/server_info")
-        model = await self._http.describe("/model_info")
+        path, self._server = await self._http.describe_first(*SERVER_PATHS)
+        if "router_manager" in self._server:
+            raise EngineRefused(
+                f"{self._http.url}: is sglang-router, which drops return_sampling_mask; give the "
+                f"URL of the server behind it (rollout doctor {self._http.url} names it)"
+            )
+        self._routed = path != SERVER_PATHS[0]
+        _, model = await self._http.describe_first(*MODEL_PATHS)
+        self._served = str(model.get("served_model_name") or model.get("model_path") or "default")
         self._rules = ServerRules.of(self._server)
         self._weight_version = model.get("weight_version")
         self._info = EngineInfo(

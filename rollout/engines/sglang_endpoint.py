@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rollout.engines.sglang_http import SGLangHttp
+from rollout.engines.sglang_http import MODEL_PATHS, SERVER_PATHS, SGLangHttp
 from rollout.engines.sglang_probes import Sampled
 from rollout.engines.sglang_rules import ServerRules
 from rollout.errors import EngineError, EngineRefused, ReplyMalformed
 
-SERVER_PATHS = ("/server_info", "/get_server_info")
-MODEL_PATHS = ("/model_info", "/get_model_info")
 SMG_HEADERS = ("x-smg-routed-worker-id", "x-smg-error-code")
 
 
@@ -76,7 +74,7 @@ class Endpoint:
 async def read_endpoint(http: SGLangHttp, sampled: Sampled) -> Endpoint:
     """Read the endpoint's pages; `sampled` is its answer to a first request."""
     server, router = None, None
-    for path in SERVER_PATHS:  # routers know the older name alone
+    for path in SERVER_PATHS:
         page = await _page(http, path)
         if "router_manager" in page:
             router = "sglang-router"

@@ -17,6 +17,10 @@ from rollout.errors import EngineRefused, EngineUnreachable, ReplyMalformed
 CONNECT_TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0
 API_KEY_VARIABLE = "SGLANG_API_KEY"
+
+# routers pass the older names alone
+SERVER_PATHS = ("/server_info", "/get_server_info")
+MODEL_PATHS = ("/model_info", "/get_model_info")
 READ_BUFFER_BYTES = 2**20
 """Replies are larger than aiohttp's 64 kB, after which it stops and starts reading."""
 
@@ -59,7 +63,14 @@ class SGLangHttp:
 
     async def describe(self, path: str) -> dict[str, Any]:
         """The object at `path`; `EngineRefused` or `ReplyMalformed` where this is no SGLang."""
-        status, _, body = await self._ask("GET", path, DESCRIBE_TIMEOUT_S, None)
+        return (await self.describe_first(path))[1]
+
+    async def describe_first(self, *paths: str) -> tuple[str, dict[str, Any]]:
+        """The first of `paths` that is there, and its object; errors as those of `describe`."""
+        for path in paths:
+            status, _, body = await self._ask("GET", path, DESCRIBE_TIMEOUT_S, None)
+            if status != 404:
+                break
         where = f"{self.url}{path}"
         if status in (401, 403):
             raise EngineRefused(
@@ -76,7 +87,7 @@ class SGLangHttp:
             raise ReplyMalformed(f"{where}: {error}; is this an SGLang server?") from error
         if not isinstance(value, dict):
             raise ReplyMalformed(f"{where}: not an object; is this an SGLang server?")
-        return value
+        return path, value
 
     async def _ask(self, method: str, path: str, timeout_s: float, data: bytes | None) -> Answer:
         assert self._session is not None, "open it first"

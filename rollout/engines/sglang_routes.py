@@ -35,16 +35,19 @@ CHAT_NAMES = {
 
 
 class Route(NamedTuple):
-    """One endpoint; `request` takes prompt, settings and the mode of sampling logprobs."""
+    """One endpoint; `request` takes prompt, settings, the mode of sampling logprobs, and the name
+    under which the model is served."""
 
     name: RouteName
     path: str
-    request: Callable[[Prompt, SamplingParams, str], dict[str, Any]]
+    request: Callable[[Prompt, SamplingParams, str, str], dict[str, Any]]
     parse: Callable[[Prompt], Parse]
     check: Callable[[SamplingParams], None]  # raises `ConfigError` for what it cannot be asked
 
 
-def _generate_request(prompt: Prompt, params: SamplingParams, mode: str) -> dict[str, Any]:
+def _generate_request(
+    prompt: Prompt, params: SamplingParams, mode: str, model: str
+) -> dict[str, Any]:
     return {
         "input_ids": prompt.ids.tolist(),
         "sampling_params": params.to_request(),
@@ -61,7 +64,7 @@ def _generate_parse(prompt: Prompt) -> Parse:
     return partial(parse_reply, prompt_ids=prompt.ids.tolist())
 
 
-def _chat_request(prompt: Prompt, params: SamplingParams, mode: str) -> dict[str, Any]:
+def _chat_request(prompt: Prompt, params: SamplingParams, mode: str, model: str) -> dict[str, Any]:
     """Everything is said explicitly: what is left out, SGLang takes from the model's own
     generation config."""
     chat = prompt.chat
@@ -73,7 +76,8 @@ def _chat_request(prompt: Prompt, params: SamplingParams, mode: str) -> dict[str
     sampling = params.to_request()
     constraint = _response_format(sampling.pop("json_schema", None), sampling)
     request = {
-        "model": "default",
+        # routers want the model's name; SGLang takes any, but a colon in it for a LoRA adapter's
+        "model": "default" if ":" in model else model,
         "messages": chat.messages,
         "stream": False,
         "logprobs": True,

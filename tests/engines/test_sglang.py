@@ -66,9 +66,11 @@ async def server(
         return reply if isinstance(reply, web.Response) else web.json_response(reply)
 
     async def described(request: web.Request) -> web.Response:
+        if "only" in info and request.path not in info["only"]:
+            return web.Response(status=404)
         if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        case = "get_server_info" if request.path == "/server_info" else "get_model_info"
+        case = "get_server_info" if "server" in request.path else "get_model_info"
         return web.json_response(WIRE[case]["response"] | info)
 
     app = web.Application()
@@ -76,6 +78,8 @@ async def server(
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_get("/server_info", described)
     app.router.add_get("/model_info", described)
+    app.router.add_get("/get_server_info", described)
+    app.router.add_get("/get_model_info", described)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -293,3 +297,19 @@ def test_before_0_5_19_a_version_counts_only_if_it_was_there_before() -> None:
             return [[span.version for span in one.weight_versions] for one in got]
 
     assert asyncio.run(run()) == [["v1"], [], ["v2"]]
+
+
+OLDER = ("/get_server_info", "/get_model_info")
+
+
+def test_a_router_that_passes_masks_is_used_but_not_for_what_it_drops() -> None:
+    completion, engine, _ = ask(good_reply, [5], only=OLDER)
+    assert completion.output_ids.tolist() == [7]
+    engine.check(SamplingParams(top_k=5, stop=["."]))
+    with pytest.raises(errors.EngineRefused, match="stop_regex: .* is a router, which drops it"):
+        engine.check(SamplingParams(top_k=5, stop_regex=["a+"]))
+
+
+def test_sglang_router_is_refused_by_its_name() -> None:
+    with pytest.raises(errors.EngineRefused, match="is sglang-router, which drops"):
+        ask(good_reply, [5], only=OLDER, router_manager=True)

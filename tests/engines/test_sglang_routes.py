@@ -34,12 +34,12 @@ def wire(name: str) -> dict[str, Any]:
 
 def chat_request(**settings: Any) -> dict[str, Any]:
     prompt = make_prompt(1, 2, chat=Chat(MESSAGES))
-    return ROUTES["chat"].request(prompt, SamplingParams(top_k=20, **settings), "support")
+    return ROUTES["chat"].request(prompt, SamplingParams(top_k=20, **settings), "support", "m")
 
 
 def test_chat_says_every_setting_since_it_has_defaults_of_its_own() -> None:
     assert chat_request(top_p=0.9, max_new_tokens=8, sampling_seed=3, min_new_tokens=2) == {
-        "model": "default",
+        "model": "m",
         "messages": MESSAGES,
         "stream": False,
         "logprobs": True,
@@ -61,10 +61,16 @@ def test_chat_says_every_setting_since_it_has_defaults_of_its_own() -> None:
     }
 
 
+def test_a_colon_in_the_models_name_would_ask_for_an_adapter() -> None:
+    prompt = make_prompt(1, chat=Chat(MESSAGES))
+    request = ROUTES["chat"].request(prompt, SamplingParams(top_k=5), "support", "C:/model")
+    assert request["model"] == "default"
+
+
 def test_tools_and_template_arguments_pass_through() -> None:
     chat = Chat(MESSAGES, TOOLS, {"enable_thinking": False})
     params = SamplingParams(top_k=20)
-    request = ROUTES["chat"].request(make_prompt(1, chat=chat), params, "selected")
+    request = ROUTES["chat"].request(make_prompt(1, chat=chat), params, "selected", "m")
     assert request["tools"] == TOOLS
     assert request["chat_template_kwargs"] == {"enable_thinking": False}
 
@@ -113,13 +119,13 @@ def test_what_chat_cannot_be_asked_is_refused(settings: dict[str, Any], words: s
 
 def test_a_prompt_without_messages_cannot_be_chatted() -> None:
     with pytest.raises(errors.ConfigError, match="prompt 7: has no messages"):
-        ROUTES["chat"].request(make_prompt(1), SamplingParams(top_k=5), "support")
+        ROUTES["chat"].request(make_prompt(1), SamplingParams(top_k=5), "support", "m")
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
 def test_bans_are_sent_as_the_one_processor_that_masks_go_with(name: Any) -> None:
     params = SamplingParams(top_k=5, disallowed_token_ids=[3, 9])
-    request = ROUTES[name].request(make_prompt(1, chat=Chat(MESSAGES)), params, "support")
+    request = ROUTES[name].request(make_prompt(1, chat=Chat(MESSAGES)), params, "support", "m")
     assert request["custom_logit_processor"] == BAN_PROCESSOR
     assert request.get("sampling_params", request)["custom_params"] == {"token_ids": [3, 9]}
 
