@@ -12,14 +12,18 @@ import pyarrow as pa
 import torch
 
 from replay.config import ReplayConfig
+from replay.html import render_page
 from replay.policy import Policy
 from replay.report import Report, make_report
+from replay.strips import StripCollector
 from replay.tokens import TokenTable
 from replay.verify import verify
-from rollout.errors import NotARun
+from rollout.errors import ConfigError, NotARun
 from rollout.files import write_json
-from rollout.reader import open_run
+from rollout.prompts import load_tokenizer
+from rollout.reader import Run, open_run
 from rollout.schema import REPORTS_DIR
+from rollout.view import Decode, is_other_vocabulary, make_decode, view_run
 
 
 def replay_run(
@@ -53,11 +57,20 @@ def replay_run(
         done, tokens = done + more_rollouts, tokens + more_tokens
         on_progress(done, len(rollouts), tokens)
 
-    verified = verify(rollouts, policy, config, on_batch)
+    strips = StripCollector(rollouts)
+    verified = verify(rollouts, policy, config, on_batch, strips.add)
     precision = policy.description | {"head_dtype": config.head_dtype}
     report = make_report(verified, config.gates, precision)
     about = {"run_id": run.info.get("run_id"), "created_us": time.time_ns() // 1000}
-    return report, write_report(Path(path), report, verified.tokens, about)
+    page = render_page(
+        report.as_dict(),
+        verified,
+        rollouts,
+        strips.strips(),
+        _decode(run, model),
+        {"name": Path(path).resolve().name, "run": view_run(run, limit=0)["run"]},
+    )
+    return report, write_report(Path(path), report, verified.tokens, about, page)
 
 
 def resolve_device(name: str) -> str:
@@ -67,13 +80,25 @@ def resolve_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def write_report(run_path: Path, report: Report, tokens: TokenTable, about: dict[str, Any]) -> Path:
-    """Write reports/<id>/ with tokens.arrow and, last, summary.json; returns the folder."""
+def _decode(run: Run, model: str) -> Decode | None:
+    """Texts of ids, where the model has the tokenizer that made them."""
+    try:
+        tokenizer = load_tokenizer(model)
+    except ConfigError:
+        return None
+    return None if is_other_vocabulary(run, tokenizer) else make_decode(tokenizer)
+
+
+def write_report(
+    run_path: Path, report: Report, tokens: TokenTable, about: dict[str, Any], page: str
+) -> Path:
+    """Write reports/<id>/ with tokens.arrow, report.html and, last, summary.json; returns it."""
     folder = run_path / REPORTS_DIR / f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
     folder.mkdir(parents=True)
     table = tokens.to_arrow()
     path = str(folder / "tokens.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
+    (folder / "report.html").write_text(page, encoding="utf-8")
     write_json(folder / "summary.json", about | report.as_dict())
     return folder

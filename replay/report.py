@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from replay.config import GatesConfig
+from replay.metrics import trainer_metrics
 from replay.tokens import Floats
 from replay.verify import Finding, Verified
 from rollout.stats import support_sizes
@@ -86,6 +87,7 @@ def measure(verified: Verified) -> dict[str, Any]:
         "replay_kept_mass": _mean(tokens.replay_kept_mass[scored]),
         "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),
         "support_size": support_sizes(tokens.support_size, tokens.top_k),
+        "metrics": trainer_metrics(tokens),
     }
 
 

@@ -15,9 +15,12 @@ from replay.config import ReplayConfig
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_full, score_support
-from replay.tokens import OK, TokenTable, recorded
+from replay.tokens import OK, Floats, TokenTable, recorded
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
+
+OnScores = Callable[[PackedBatch, TokenTable, Floats], None]
+"""Hears a batch, its rows, and [E] the policy's logprobs of every support id in it."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ def verify(
     policy: Policy,
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
+    on_scores: OnScores = lambda batch, table, support_logprobs: None,
 ) -> Verified:
     """Score every sampled token; bad content never raises, it becomes a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
-    are in the table without scores. `on_batch` hears the rollouts and tokens of each batch.
+    are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
+    `on_scores` what the policy says about it.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
@@ -56,7 +61,9 @@ def verify(
     scored = []
     for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        scored.append(replace(table, **_scores(batch, policy, config)))
+        columns, support_logprobs = _scores(batch, policy, config)
+        scored.append(replace(table, **columns))
+        on_scores(batch, scored[-1], support_logprobs)
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
@@ -70,8 +77,11 @@ def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
 
 
 @torch.inference_mode()
-def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[str, Any]:
-    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`."""
+def _scores(
+    batch: PackedBatch, policy: Policy, config: ReplayConfig
+) -> tuple[dict[str, Any], Floats]:
+    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`, and
+    [E] its logprobs of every support id."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
     head: dict[str, Any] = {
@@ -92,12 +102,14 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[st
     )
     full = score_full(hidden, policy.weight, b.targets, **head)
     assert masked.support_logprobs is not None
-    return {
+    support_logprobs = masked.support_logprobs.cpu()
+    columns = {
         "replay_logprobs": masked.logprob.cpu().numpy(),
         "replay_full_logprobs": full.logprob.cpu().numpy(),
         "replay_entropy": masked.entropy.cpu().numpy(),
-        "support_kl": support_kl(batch, masked.support_logprobs.cpu()).numpy(),
+        "support_kl": support_kl(batch, support_logprobs).numpy(),
     }
+    return columns, support_logprobs.numpy()
 
 
 def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:
