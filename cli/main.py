@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cli.collect import collect
+from cli.diff import diff
 from cli.doctor import doctor
 from cli.import_ import import_
 from cli.inspect_ import inspect
@@ -21,8 +22,8 @@ def cli() -> None:
 
     \b
     Exit codes:
-      0    consistent; collected within the error budget; imported whole
-      1    replay: inconsistent
+      0    consistent; no difference; collected within the error budget; imported whole
+      1    replay: inconsistent; diff: a difference
       2    usage: an option, a config key or a model that cannot be used
       3    data: a run or a line that breaks the format, or nothing in it
       4    engine: unreachable, or it does not return the sampling mask
@@ -32,6 +33,7 @@ def cli() -> None:
 
 
 cli.add_command(collect)
+cli.add_command(diff)
 cli.add_command(doctor)
 cli.add_command(import_)
 cli.add_command(inspect)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +13,7 @@ from rollout.view import view_rollout
 
 if TYPE_CHECKING:
     from replay.report import Report
+    from rollout.diff import Diff, Difference
     from rollout.dry_run import DryRun
     from rollout.engines.sglang_doctor import Examination
     from rollout.repair import Repair
@@ -141,6 +142,44 @@ def print_report(report: Report) -> None:
     for gate in report.failed_gates:
         click.echo(f"gate {gate.name}: {gate.value:.4g} is above {gate.limit:g}")
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
+
+
+def print_diff(found: Diff) -> None:
+    """Settings, numbers and tokens that differ, and what that means as the last line."""
+    click.echo(f"A  {_plain(found.a)}\nB  {_plain(found.b)}")
+    _print_differences("settings", found.settings)
+    _print_differences("numbers", found.numbers)
+    if found.tokens is not None:
+        tokens = found.tokens
+        words = f"tokens: {tokens.tokens} scored in both, {tokens.unmatched} not"
+        if tokens.mean is not None:
+            words += f"; their replay_logprobs differ by {tokens.mean:.4g} nats in the mean, "
+            words += f"{tokens.max:.4g} at most"
+        click.echo(words)
+        for place in tokens.worst if tokens.differs else ():
+            where = f"{_plain(place['rollout_id'])} token {place['position']}"
+            click.echo(f"  {where}: id {place['token_id']}, A {place['a']:.4f}, B {place['b']:.4f}")
+    tolerance = f"within {found.rtol:g} of the value + {found.atol:g}"
+    if found.same:
+        click.echo(f"SAME  {found.compared} numbers {tolerance}")
+    else:
+        click.echo(f"DIFFERS  {len(found.numbers)} of {found.compared} numbers are not {tolerance}")
+
+
+def _print_differences(title: str, differences: Sequence[Difference]) -> None:
+    if not differences:
+        return
+    table = _table(title, "A", "B", "B - A")
+    for entry in differences:
+        values = (_value(entry.a), _value(entry.b))
+        table.add_row(_plain(entry.key), *values, _or_dash(entry.change, "+.4g"))
+    _console().print(table)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else _plain(value)
 
 
 def print_dry_run(found: DryRun) -> None:

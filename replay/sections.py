@@ -36,7 +36,8 @@ def reasons_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Each has `kind`, `code`, `text` and `facts`; empty for a consistent report.
     """
-    reasons = [_diagnosis(entry) for entry in summary.get("diagnoses") or ()]
+    diagnoses = summary.get("diagnoses") or ()
+    reasons = [_diagnosis(entry) for entry in diagnoses if entry.get("code") != "clean"]
     for finding in summary["findings"]:
         text = (
             f"{finding['count']:,} tokens in {finding['rollouts']:,} rollouts; "
