@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 MODEL := $(HOME)/.cache/rollout/smollm2-135m-instruct
 DEMO := runs/quickstart
 
-.PHONY: help demo check test lint fmt types unit bench model install clean
+.PHONY: help demo check test lint fmt types unit bench model images install clean
 
 help:
 	@echo "make demo    collect 16 rollouts with a real model in this process, replay them, judge"
 	@echo "make check   lint, types and unit tests with the tiny model (under 90 s)"
 	@echo "make test    everything, with a real model and a real SGLang server"
-	@echo "make lint | fmt | types | unit | bench | model | clean"
+	@echo "make lint | fmt | types | unit | bench | model | images | clean"
 
 # torch first and by version: the CPU build where the index has one, and the one that is tested
 $(VENV)/.ready: pyproject.toml
@@ -47,13 +47,17 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu and not stress"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu and not stress and not browser"
 
 test: install model
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not gpu"
 
 bench: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/embedded.py --model $(MODEL)
+
+# the pictures of the page in docs/images
+images: install model
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/draw_images.py $(MODEL)
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

@@ -77,7 +77,7 @@ def _verl(
         "rollout_corr/chi2_seq": np.expm1(2 * summed).mean(),
         "training/rollout_probs_diff_mean": gap.mean(),
         "training/rollout_probs_diff_max": gap.max(),
-        "training/rollout_probs_diff_std": gap.std(ddof=1) if len(gap) > 1 else np.float64(0),
+        "training/rollout_probs_diff_std": gap.std(ddof=1) if len(gap) > 1 else 0 * gap[0],
         "training/rollout_actor_probs_pearson_corr": _pearson(p, q),
     }
 

@@ -91,7 +91,7 @@ def facts_of(summary: Mapping[str, Any]) -> Facts:
 
 def run_facts(run: Mapping[str, Any]) -> Facts:
     """What a run says about itself (`rollout.view.view_run`)."""
-    return [(f"run: {name}" if name == "created" else name, str(run[name])) for name in run]
+    return [(name.replace("_", " "), str(value)) for name, value in run.items()]
 
 
 def audit_section(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:

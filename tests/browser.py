@@ -54,16 +54,15 @@ class Browser:
         self._loop = asyncio.new_event_loop()
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loaded = asyncio.Event()
+        self._scripts = True
         self._sent = 0
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
-        width, height = self.size
         command = [
             str(find_chromium()),
             *FLAGS,
             f"--user-data-dir={self._folder.name}",
-            f"--window-size={width},{height}",
             "about:blank",
         ]
         self._process = subprocess.Popen(
@@ -95,7 +94,7 @@ class Browser:
         self._folder.cleanup()
 
     def open(self, path: Path) -> float:
-        """Load a file; seconds until its load event, scripts included."""
+        """Load a file; seconds until it is drawn, its scripts having run."""
         self.errors.clear()
         self.requests.clear()
         self._loaded.clear()
@@ -104,12 +103,15 @@ class Browser:
         if "errorText" in went:
             raise RuntimeError(f"{path}: {went['errorText']}")
         self._run(asyncio.wait_for(self._loaded.wait(), START_S))
-        self.ask("1")  # after the scripts
+        if self._scripts:
+            self.ask("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
         return time.monotonic() - start
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression; what it throws is raised."""
-        got = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        got = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in got:
             raise RuntimeError(f"{expression}: {got['exceptionDetails']}")
         return got["result"].get("value")
@@ -144,6 +146,7 @@ class Browser:
 
     def run_scripts(self, allowed: bool) -> None:
         """Whether pages opened from now on may run scripts."""
+        self._scripts = allowed
         self.send("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def screenshot(self, path: Path, scale: float = 1) -> None:
@@ -187,6 +190,9 @@ class Browser:
         self._listener = asyncio.create_task(self._listen())
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self._send(f"{domain}.enable", {})
+        width, height = self.size  # the window's own size counts frames that are not there
+        viewport = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self._send("Emulation.setDeviceMetricsOverride", viewport)
 
     async def _disconnect(self) -> None:
         self._listener.cancel()
