@@ -17,6 +17,7 @@ Rows = list[dict[str, Any]]
 PER_DECADE = 5
 SMALLEST, LARGEST = -8, 1  # decades of |log_ratio|
 SIDE = 48  # bins of the density, each way
+LOWEST = -40.0  # nats: what an engine writes for "no number" would squeeze all else
 POSITIONS = 40
 VERSIONS = 24
 NO_VERSION = "not recorded"
@@ -74,7 +75,8 @@ def density(tokens: TokenTable) -> Density:
     several = scored & (tokens.support_size > 1)
     engine, trainer = tokens.sampling_logprobs[several], tokens.replay_logprobs[several]
     both = np.concatenate([engine, trainer])
-    floor = min(-1.0, float(np.floor(np.percentile(both, 0.1)))) if len(both) else -1.0
+    low = float(np.floor(np.percentile(both, 0.1))) if len(both) else -1.0
+    floor = max(min(low, -1.0), LOWEST)
     at = [_bin(values, floor) for values in (engine, trainer)]
     counts = np.bincount(at[0] * SIDE + at[1], minlength=SIDE * SIDE).reshape(SIDE, SIDE)
     return Density(floor, counts, int(scored.sum() - several.sum()))
@@ -130,7 +132,8 @@ def worst_tokens(tokens: TokenTable, limit: int = 50) -> NDArray[np.int64]:
 
 def badness(tokens: TokenTable) -> NDArray[np.float64]:
     """|log_ratio| of each token; infinite where it breaks a rule or has no score."""
-    size = np.abs(tokens.log_ratio.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        size = np.abs(tokens.log_ratio.astype(np.float64))
     return np.where(np.isfinite(size) & (tokens.finding == OK), size, np.inf)
 
 
@@ -139,7 +142,8 @@ def _grouped(tokens: TokenTable, group: NDArray[Any], labels: Mapping[int, Any])
     scored = np.isfinite(tokens.log_ratio)
     group, log_ratio = group[scored], tokens.log_ratio[scored].astype(np.float64)
     without = np.abs(tokens.log_ratio_without_support[scored].astype(np.float64))
-    size, kl = np.abs(log_ratio), np.expm1(log_ratio) - log_ratio
+    with np.errstate(over="ignore"):
+        size, kl = np.abs(log_ratio), np.expm1(log_ratio) - log_ratio
     order = np.lexsort((size, group))
     ends = np.cumsum(np.bincount(group, minlength=len(labels)))
     rows, start = [], 0

@@ -123,12 +123,15 @@ def size_bars(rows: Rows) -> Markup:
     top = max(max(row["mean"], row["whole"]) for row in rows) or 1e-9
     axes = Axes(0, len(rows), top * 1.08)
     parts = [*_y_axis(axes, "mean |log_ratio| (nats)", _short)]
-    wide = min(26.0, (axes.x(1) - axes.x(0)) * 0.36)
+    room = axes.x(1) - axes.x(0)
+    wide = min(26.0, room * 0.36)
     for i, row in enumerate(rows):
         middle = axes.x(i + 0.5)
         parts.append(_bar(middle - wide, axes.y(row["mean"]), wide, axes.y(0), "s1"))
         parts.append(_bar(middle, axes.y(row["whole"]), wide, axes.y(0), "s2"))
-        parts.append(_text(middle, HEIGHT - BOTTOM + 16, span(row), "middle"))
+        short = f"≤{row['to']}" if row["to"] < 1024 else f"≤{row['to'] // 1024}k"
+        label = span(row) if room >= 56 else short
+        parts.append(_text(middle, HEIGHT - BOTTOM + 16, label, "middle"))
     parts.append(_x_label("ids in the support"))
     words = "Mean |log_ratio| by size of the support"
     return _svg(parts, words, [(SUPPORT, "s1"), (WHOLE, "s2")])

@@ -68,7 +68,8 @@ def render_page(
         "tokens": f"{summary['tokens']:,}",
         "worst_head": WORST_HEAD,
         "worst": _worst(verified, by_id, strips, decode),
-        "shown_words": f"{len(strips)} of {len(rollouts):,} rollouts: the worst, and a sample.",
+        "shown_words": f"{len(strips)} of {len(rollouts):,} rollouts: the worst, and a sample."
+        + ("" if decode else " There are no texts for this model and run: # is an id."),
         "footer": "Units are nats where nothing else stands.",
         "data": _embedded({"texts": texts, "rollouts": shown}),
     }

@@ -26,7 +26,21 @@ def trainer_metrics(tokens: TokenTable) -> Metrics:
     if not len(engine):
         engine, trainer, starts = np.full(1, np.nan), np.full(1, np.nan), np.zeros(1, np.int64)
     log_ratio = trainer - engine
-    named = {
+    with np.errstate(over="ignore"):  # of a logprob that stands for "no number"
+        named = _named(engine, trainer, log_ratio, starts)
+    return {
+        name: {key: float(x) if np.isfinite(x) else None for key, x in values.items()}
+        for name, values in named.items()
+    }
+
+
+def _named(
+    engine: NDArray[np.float64],
+    trainer: NDArray[np.float64],
+    log_ratio: NDArray[np.float64],
+    starts: NDArray[np.int64],
+) -> dict[str, dict[str, np.float64]]:
+    return {
         "verl": _verl(engine, trainer, starts),
         "trl": {
             # grpo_trainer.py: |old_per_token_logps - sampling_per_token_logps|, then its
@@ -41,10 +55,6 @@ def trainer_metrics(tokens: TokenTable) -> Metrics:
             # rl/loss.py compute_importance_ratio_and_mismatch_kl: ratio - log_ratio - 1
             "mismatch_kl": (np.expm1(log_ratio) - log_ratio).mean(),
         },
-    }
-    return {
-        name: {key: float(x) if np.isfinite(x) else None for key, x in values.items()}
-        for name, values in named.items()
     }
 
 

@@ -117,7 +117,7 @@ def _is_table(value: Any) -> bool:
 def _table(name: str, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     head = list(rows[0])
     shown = [[_plain(row.get(key)) for key in head] for row in rows[:MOST_ROWS]]
-    words = f"{len(rows)} rows"
+    words = f"{len(rows)} row{'s' * (len(rows) != 1)}"
     if len(rows) > MOST_ROWS:
         words = f"the first {MOST_ROWS} of {len(rows)} rows"
     return {"title": name, "head": head, "rows": shown, "words": words}

@@ -120,7 +120,8 @@ def strip_data(strip: Strip, decode: Decode | None) -> dict[str, Any]:
             column[place] = value if digits is None else _rounded(value, digits)
         columns[name] = column
     columns["finding"] = [None if code == OK else code for code in columns["finding"]]
-    ratios = strip.rows["replay_logprobs"] - strip.rows["sampling_logprobs"]
+    with np.errstate(invalid="ignore"):
+        ratios = strip.rows["replay_logprobs"] - strip.rows["sampling_logprobs"]
     log_ratio: list[Any] = [None] * (end - start)
     for place, value in zip(at.tolist(), ratios.tolist(), strict=True):
         log_ratio[place] = _rounded(value, 3, significant=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout.errors import NotARun
+from rollout.errors import NotARun, ShardDamaged
 from rollout.files import read_json
 from rollout.reader import open_run
 from rollout.schema import REPORTS_DIR, RUN_FILE
@@ -197,7 +197,7 @@ def _same(a: Any, b: Any, rtol: float, atol: float) -> bool:
 def _compare_tokens(a: Path, b: Path, rtol: float, atol: float) -> TokenDifference | None:
     """None where the reports are of different tokens."""
     keys = ["rollout_id", "position", "token_id"]
-    tables = [_read(path).select([*keys, "replay_logprobs"]) for path in (a, b)]
+    tables = [_read(path, [*keys, "replay_logprobs"]) for path in (a, b)]
     joined = tables[0].join(tables[1], keys, join_type="inner", right_suffix="_b")
     if not joined.num_rows:
         return None
@@ -224,6 +224,9 @@ def _compare_tokens(a: Path, b: Path, rtol: float, atol: float) -> TokenDifferen
     )
 
 
-def _read(path: Path) -> pa.Table:
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_stream(source).read_all()
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_stream(source).read_all().select(columns)
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ShardDamaged(f"{path}: not the tokens.arrow of a report ({error})") from error

@@ -101,7 +101,7 @@ def test_diagnoses_and_audit_are_shown_where_they_are_there(made: Any) -> None:
     assert "diagnosis temperature_ignored Sampled at temperature 1." in text
     assert "evidence estimate 1.003" in text
     assert "robust 90 (90.0%)" in text and "inconsistent 10 (10.0%)" in text
-    assert "intruders: 1 rows" in text
+    assert "intruders: 1 row" in text
     plain = page(rollouts, verified, collector.strips(), diagnoses=[{"code": "clean"}])
     assert "Support audit" not in plain and "No finding" in plain
 
@@ -214,3 +214,24 @@ def test_tokens_are_sorted_by_the_weights_that_sampled_them() -> None:
         "new": 1,
     }
     assert rows[-1]["mean"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("replay", "sampling"),
+    [
+        pytest.param(np.nan, -1.0, id="nothing scored"),
+        pytest.param(-np.inf, -np.inf, id="no number on either side"),
+        pytest.param(-1.0, -9999.0, id="a sentinel"),
+        pytest.param(0.0, 0.0, id="only singletons"),
+    ],
+)
+def test_a_page_can_be_drawn_of_any_scores(replay: float, sampling: float) -> None:
+    rollouts, verified, _ = synthetic(rollouts=2, tokens=6)
+    scores = {
+        "replay_logprobs": np.full(12, replay, np.float32),
+        "sampling_logprobs": np.full(12, sampling, np.float32),
+    }
+    with np.errstate(all="ignore"):  # of the numbers themselves
+        html = page(rollouts, Verified(replace(verified.tokens, **scores), (), 2), [])
+    assert "Worst tokens" in html
+    assert "nan" not in Tags(html).text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from pages import synthetic
 
 from cli.fail_on import FailOn
 from cli.main import cli
-from replay import GatesConfig, make_report
+from replay import GatesConfig, ReplayConfig, make_report, replay_run
 from replay.markdown import markdown
 from replay.metrics import trainer_metrics
 from replay.verify import Finding
@@ -239,6 +241,40 @@ def test_two_runs_are_compared_by_what_is_in_them(stored: Path, tmp_path: Path) 
     (rollouts,) = [n for n in found["numbers"] if n["key"] == "rollouts"]
     assert (rollouts["a"], rollouts["b"], rollouts["change"]) == (2, 1, -1)
     assert run("diff", stored, stored).exit_code == 0
+
+
+def test_two_runs_with_reports_are_compared_by_their_newest(
+    stored: Path, replayed: Replayed, tmp_path: Path
+) -> None:
+    replayed()
+    copy = tmp_path / "copy"
+    shutil.copytree(stored, copy)
+    replayed("-o", "dtype=float32", "--head-dtype", "float16")
+    found = json.loads(run("diff", copy, stored, "--json").stdout)
+    assert [d["key"] for d in found["settings"]] == ["report.precision.head_dtype"]
+    assert found["tokens"]["tokens"] == 24 and 0 < found["tokens"]["mean"] < 0.1
+
+
+def test_a_damaged_table_of_tokens_is_one_line(replayed: Replayed, tmp_path: Path) -> None:
+    report = Path(replayed().stderr.split("report: ")[1].split("\n")[0]).parent
+    broken = tmp_path / "broken"
+    shutil.copytree(report, broken)
+    (broken / "tokens.arrow").write_bytes(b"no arrow")
+    result = run("diff", report, broken)
+    assert result.exit_code == 3
+    assert "not the tokens.arrow of a report" in result.stderr
+
+
+def test_tokens_of_another_vocabulary_are_shown_by_their_ids(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    info = {"tokenizer": {"path": "elsewhere", "vocabulary_sha256": "another"}}
+    with RunWriter(tmp_path / "run", info) as writer:
+        writer.write(synthetic(rollouts=1, tokens=4)[0][0])
+    _, report = replay_run(tmp_path / "run", str(tiny_model_path), ReplayConfig(dtype="float32"))
+    page = (report / "report.html").read_text()
+    assert "There are no texts for this model and run" in page
+    assert re.search(r"<mark>#\d+</mark>", page)
 
 
 def test_counts_must_be_equal_and_fractions_nearly() -> None:

@@ -53,7 +53,7 @@
     const head = make("p", "about");
     head.append(make("h3", "", rollout.id));
     head.append(make("span", "tag", rollout.why === "worst" ? "among the worst" : "sample"));
-    if (rollout.faults) head.append(make("span", "tag fault", `${rollout.faults} tokens with a finding or without a score`));
+    if (rollout.faults) head.append(make("span", "tag fault", `${rollout.faults} token${rollout.faults === 1 ? "" : "s"} with a finding or without a score`));
     const facts = [
       `${rollout.length} tokens`,
       rollout.mean === null ? "not scored" : `mean |log_ratio| ${small(rollout.mean)} nats`,

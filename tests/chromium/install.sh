@@ -1,6 +1,6 @@
 #!/bin/sh
 # Prints the path of a Chromium that runs headless; where there is none, installs Debian's first
-# (root, no questions asked). Downloads are kept in ~/.cache/rollout/chromium, 150 MB, and are not
+# (root, no questions asked). Downloads are kept in ~/.cache/rollout/chromium, 100 MB, and are not
 # fetched again on the next machine that shares the folder. ROLLOUT_CHROMIUM names another browser.
 set -eu
 
