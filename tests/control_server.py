@@ -29,9 +29,11 @@ class Server:
         self.paused: str | None = None
         self.in_session = False
         self.asked: list[tuple[str, Any]] = []
+        self.keys: dict[str, str | None] = {}  # the Authorization that each path came with
         self.instead: dict[str, Callable[[], web.Response]] = {}  # answers that break a promise
 
     async def answer(self, request: web.Request) -> web.Response:
+        self.keys[request.path] = request.headers.get("Authorization")
         if request.method == "GET":
             return self._described(request.path)
         body = await request.json()

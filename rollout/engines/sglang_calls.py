@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from rollout.engines.sglang_http import Answer, SGLangHttp, retry_after_s
+from rollout.engines.sglang_http import (
+    API_KEY_VARIABLE,
+    Answer,
+    SGLangHttp,
+    retry_after_s,
+)
 from rollout.engines.sglang_reply import BUSY, error_words
 from rollout.errors import (
     EngineBusy,
@@ -17,6 +23,8 @@ from rollout.errors import (
     WeightVersionUnconfirmed,
 )
 
+ADMIN_API_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
+
 
 class ControlCalls:
     """What `SGLangControl` sends, after `open` and before `close`; bounded by `timeout_s` each."""
@@ -24,8 +32,9 @@ class ControlCalls:
     def __init__(
         self, url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s: float
     ) -> None:
-        self._http = SGLangHttp(url)  # api_key: passed to SGLangHttp
-        self._admin = SGLangHttp(url)  # admin_api_key or api_key: passed to SGLangHttp
+        self._http = SGLangHttp(url, api_key=api_key)
+        admin_api_key = admin_api_key or os.environ.get(ADMIN_API_KEY_VARIABLE)
+        self._admin = SGLangHttp(url, api_key=admin_api_key or api_key)
         self.url = self._http.url
         self._timeout_s = timeout_s
 
@@ -112,7 +121,8 @@ class ControlCalls:
         if status in (401, 403):
             raise EngineRefused(
                 f"{words}; control endpoints want the key of --admin-api-key where the server has "
-                "one, otherwise that of --api-key"
+                f"one, otherwise that of --api-key; set {ADMIN_API_KEY_VARIABLE} or "
+                f"{API_KEY_VARIABLE}"
             )
         if status in (404, 405):
             raise EngineRefused(

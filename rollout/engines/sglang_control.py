@@ -36,7 +36,8 @@ class SGLangControl:
     `EngineUnreachable` and `ReplyMalformed`; what would hurt the server is a `ConfigError` and is
     not sent. A request that got no answer within `timeout_s` seconds may still be carried out.
 
-    A server with two keys wants `api_key` for what only reads and `admin_api_key` for the rest.
+    A server with two keys wants `api_key` for what only reads and `admin_api_key` for the rest;
+    without them, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY of the environment are taken.
     """
 
     def __init__(

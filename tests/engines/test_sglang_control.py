@@ -220,3 +220,21 @@ def test_a_release_it_does_not_know_is_refused(
     server.instead["/server_info"] = lambda: web.Response(text=json.dumps(info))
     with pytest.raises(error, match=words):
         with_control(server, rename)
+
+
+@pytest.mark.parametrize(
+    ("admin", "wanted"), [("sk-admin", "Bearer sk-admin"), (None, "Bearer sk-user")], ids=str
+)
+def test_reading_gets_the_api_key_and_control_the_admins_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, admin: str | None, wanted: str
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "sk-user")
+    if admin is not None:
+        monkeypatch.setenv("SGLANG_ADMIN_API_KEY", admin)
+    server = Server()
+    with_control(server, lambda control: control.set_weight_version("v2"))
+    assert server.keys == {
+        "/server_info": "Bearer sk-user",
+        "/update_weight_version": wanted,
+        "/model_info": "Bearer sk-user",
+    }
