@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from live import VOCAB_SIZE, collect_run
 
 from cli.main import cli
 from rollout.collect import Outcome, Request, collect_outcomes
@@ -36,7 +37,6 @@ from rollout.writer import RunWriter
 pytestmark = [pytest.mark.smollm2, pytest.mark.sglang]
 
 ROOT = Path(__file__).parent.parent
-VOCAB_SIZE = 49152
 SGLANG_PYTHON = Path("~/.cache/rollout/sglang-0.5.23-cpu/bin/python").expanduser()
 PROMPT = Prompt(prompt_id="0", ids=np.array([504, 3575, 282, 4649, 314], np.int32), text="")
 REQUEST = Request(PROMPT, 0)
@@ -112,20 +112,9 @@ def num_running(url: str) -> int:
 
 
 def collect(url: str, model: Path, out: Path) -> None:
-    settings = [
-        f"model={model}",
-        f"engine.url={url}",
-        "prompts.limit=4",
-        "prompts.rollouts_per_prompt=1",
-        "sampling.top_k=50",
-        "sampling.top_p=0.95",
-        "sampling.max_new_tokens=16",
-    ]
-    options = [word for setting in settings for word in ("-o", setting)]
-    result = CliRunner().invoke(
-        cli, ["collect", str(ROOT / "configs" / "sglang.yaml"), "--out", str(out), *options]
+    collect_run(
+        url, model, out, "prompts.limit=4", "sampling.top_k=50", "sampling.max_new_tokens=16"
     )
-    assert result.exit_code == 0, result.output
 
 
 def verdict(run: Path, model: Path) -> str:
@@ -177,10 +166,7 @@ def test_each_run_fits_the_weights_it_names(
     smollm2_path: Path,
     other_weights: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(ROOT)
-
     async def move(model: Path, version: str) -> str:
         async with SGLangControl(server) as control:
             await control.update_weights_from_disk(model, version=version)
