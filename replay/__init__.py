@@ -2,11 +2,13 @@
 
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
+from replay.full import FullScores, score_full
 from replay.job import replay_run
+from replay.plan import SupportPlan, plan
 from replay.policy import Policy
 from replay.reference import SupportScores
 from replay.report import Report, make_report
-from replay.score import FullScores, score_full, score_support
+from replay.score import score_support
 from replay.tokens import TokenTable
 from replay.verify import Finding, Verified, verify
 
@@ -18,11 +20,13 @@ __all__ = [
     "Policy",
     "ReplayConfig",
     "Report",
+    "SupportPlan",
     "SupportScores",
     "TokenTable",
     "Verified",
     "make_report",
     "pack",
+    "plan",
     "replay_run",
     "score_full",
     "score_support",

@@ -1,25 +1,20 @@
-"""The scores a trainer asks for: over the recorded supports, and over the whole vocabulary."""
+"""The scores a trainer asks for over recorded supports: checks, and the choice of what computes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import importlib.util
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from replay import reference
-from replay.reference import SupportScores, shape_logits
+from replay import reference, sparse, sparse_cpu
+from replay.plan import SupportPlan, plan
+from replay.problem import Backend, Problem
+from replay.reference import SupportScores
 
-VOCAB_CHUNK = 8192
-
-
-class FullScores(NamedTuple):
-    """Scores over the whole vocabulary, each [T]."""
-
-    logprob: Tensor
-    entropy: Tensor  # in nats
-    logsumexp: Tensor
-    argmax: Tensor  # int64
+Impl = Literal["auto", "reference", "cpu", "triton"]
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def score_support(
@@ -34,7 +29,14 @@ def score_support(
     logit_scale: float | None = None,
     softcap: float | None = None,
     head_dtype: torch.dtype = torch.float32,
+    plan: SupportPlan | None = None,
+    impl: Impl = "auto",
+    return_logsumexp: bool = False,
     return_support_logprobs: bool = False,
+    entropy_grad: bool = False,
+    main_grad: Tensor | None = None,
+    sparse_grad: bool = False,
+    check: bool = True,
 ) -> SupportScores:
     """Score each target under the policy, renormalised over its recorded support.
 
@@ -44,92 +46,125 @@ def score_support(
         logits = softcap * tanh(logits / softcap) / temperature
         logprob[t] = logits[t, targets[t]] - logsumexp(logits[t, S_t])
 
-    hidden [T, D] and weight [V, D] in any float dtype; targets [T] and support_ids [E] integers;
-    support_offsets [T + 1] int64, half-open, starting at 0; temperature a number or [T]; bias [V].
-    Sums are in fp32 (float64 for float64 inputs), whatever the caller's autocast. `head_dtype`
-    bfloat16 rounds each logit to bf16 first, as an engine with a bf16 head does. Differentiable in
-    hidden, weight and bias. A target outside its support scores -inf with zero gradient and is
-    counted in `outside`; so does an empty support.
+    hidden [T, D] and weight [V, D] in any float dtype and with any strides; targets [T] and
+    support_ids [E] integers; support_offsets [T + 1] integers, half-open, starting at 0;
+    temperature a number or [T]; bias [V]. Sums are in fp32 (float64 for float64 inputs), whatever
+    the caller's autocast. `head_dtype` bfloat16 rounds each logit to bf16 first, as an engine with
+    a bf16 head does.
 
-    Raises `ValueError` for shapes that do not fit, with both numbers.
+    A target outside its support scores -inf with zero gradient and is counted in `outside`; so
+    does an empty support. A support of one id that is the target scores exactly 0, costs nothing
+    and has no gradient. Select before arithmetic: ``loss = (x * logprob)[logprob > -inf].sum()``.
+
+    Gradients reach hidden, weight and bias through `logprob`, `entropy` and `support_logprobs`
+    ([E], with `return_support_logprobs`); `logsumexp` ([T], with `return_logsumexp`) has none.
+    `entropy_grad` tells that the loss uses the entropy, so that nothing is kept for the gradient of
+    the logprob alone ([T', D], of the tokens whose support is larger than one). The head's gradient
+    is a dense [V, D] in its dtype, or is added to `main_grad` ([V, D], fp32) in backward, or with
+    `sparse_grad` is a coalesced sparse tensor of the rows that occur. Two runs agree bitwise, and a
+    row alone scores as it does in a batch.
+
+    `plan` is what `replay.plan(support_ids, support_offsets)` made of these supports; with it
+    nothing waits for the device. Without it, `check=False` leaves out the search for ids that occur
+    twice in one support. `impl` is "triton" (the default on CUDA), "cpu" (the default elsewhere) or
+    "reference", the definition, which keeps [E, D] for backward.
+
+    Raises `ValueError` for shapes that do not fit, with both numbers, and what `plan` raises.
     """
-    _check_support(hidden, weight, targets, support_ids, support_offsets)
-    _check_temperature(temperature, len(targets))
-    return reference.score_support(
-        hidden,
-        weight,
-        targets,
-        support_ids,
-        support_offsets,
-        temperature=temperature,
+    check_rows(hidden, weight, targets)
+    _check_rest(temperature, bias, main_grad, hidden, weight)
+    made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check)
+    chosen = _choose(impl, hidden, weight, head_dtype)
+    if chosen == "reference":
+        scores = reference.score_support(
+            hidden,
+            weight,
+            targets,
+            support_ids,
+            support_offsets,
+            temperature=temperature,
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            head_dtype=head_dtype,
+        )
+        return _requested(scores, return_logsumexp, return_support_logprobs)
+    problem = Problem(
+        hidden=hidden,
+        weight=weight,
         bias=bias,
+        targets=targets.contiguous(),
+        temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
         head_dtype=head_dtype,
-        return_support_logprobs=return_support_logprobs,
+        plan=made,
+        work=made.all_work if return_logsumexp else made.work,
+    )
+    outputs = sparse.Outputs(
+        logsumexp=return_logsumexp,
+        support_logprobs=return_support_logprobs,
+        save=not entropy_grad,
+        main_grad=main_grad,
+        sparse_grad=sparse_grad,
+    )
+    with torch.autocast(hidden.device.type, enabled=False):
+        return sparse.score(problem, _backend(chosen), outputs)
+
+
+def _requested(scores: SupportScores, logsumexp: bool, support_logprobs: bool) -> SupportScores:
+    return scores._replace(
+        logsumexp=scores.logsumexp if logsumexp else None,
+        support_logprobs=scores.support_logprobs if support_logprobs else None,
     )
 
 
-def score_full(
+def _plan_for(
+    given: SupportPlan | None,
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    bias: Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    head_dtype: torch.dtype = torch.float32,
-) -> FullScores:
-    """Score each target over the whole vocabulary, in chunks of it: [T, V] never exists.
-
-    Arguments as for `score_support`. ``exp(score_full.logprob − score_support.logprob)`` is the
-    probability mass that the policy gives to the support.
-    """
-    _check_rows(hidden, weight, targets)
-    _check_temperature(temperature, len(targets))
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    with torch.autocast(hidden.device.type, enabled=False):
-        h = hidden.to(dtype)
-        stats = _Running(h.new_full((len(h),), -torch.inf))
-        for start in range(0, len(weight), VOCAB_CHUNK):
-            z = h @ weight[start : start + VOCAB_CHUNK].to(dtype).T  # [T, chunk]
-            if bias is not None:
-                z = z + bias[start : start + VOCAB_CHUNK].to(dtype)
-            stats.add(shape_logits(z, logit_scale, softcap, head_dtype) / divisor, start, targets)
-        return stats.scores()
+    ids: Tensor,
+    offsets: Tensor,
+    check: bool,
+) -> SupportPlan:
+    num_tokens = len(hidden)
+    if given is None:
+        if len(offsets) != num_tokens + 1:
+            raise ValueError(
+                f"{len(offsets)} support_offsets for {num_tokens} targets; must be one more"
+            )
+        return plan(ids, offsets, len(weight), check=check)
+    for name, planned, got in [
+        ("tokens", given.num_tokens, num_tokens),
+        ("support_ids", given.num_entries, len(ids)),
+    ]:
+        if planned != got:
+            raise ValueError(f"the plan is for {planned} {name}, but there are {got}")
+    if given.max_id >= len(weight):
+        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {len(weight)})")
+    return given
 
 
-class _Running:
-    """Online softmax statistics over chunks of the vocabulary."""
-
-    def __init__(self, minus_inf: Tensor) -> None:
-        self.peak = minus_inf
-        self.mass = torch.zeros_like(minus_inf)  # sum of exp(z - peak)
-        self.weighted = torch.zeros_like(minus_inf)  # sum of exp(z - peak) * z
-        self.target = minus_inf
-        self.argmax = torch.zeros_like(minus_inf, dtype=torch.int64)
-
-    def add(self, z: Tensor, start: int, targets: Tensor) -> None:
-        top, index = z.detach().max(dim=1)
-        self.argmax = torch.where(top > self.peak, index + start, self.argmax)
-        peak = torch.maximum(self.peak, top)
-        shrink, p = (self.peak - peak).exp(), (z - peak[:, None]).exp()
-        self.mass = self.mass * shrink + p.sum(1)
-        self.weighted = self.weighted * shrink + (p * z).sum(1)
-        self.peak = peak
-        inside = (targets >= start) & (targets < start + z.shape[1])
-        column = torch.where(inside, targets - start, 0)
-        self.target = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), self.target)
-
-    def scores(self) -> FullScores:
-        logsumexp = self.peak + self.mass.log()
-        entropy = logsumexp - self.weighted / self.mass
-        return FullScores(self.target - logsumexp, entropy, logsumexp, self.argmax)
+def _choose(impl: Impl, hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> str:
+    if impl not in ("auto", "reference", "cpu", "triton"):
+        raise ValueError(f"impl is {impl!r}, must be auto, reference, cpu or triton")
+    if impl != "auto":
+        return impl
+    if not hidden.is_cuda:
+        return "cpu"
+    fits = all(dtype in TRITON_DTYPES for dtype in (hidden.dtype, weight.dtype, head_dtype))
+    return "triton" if fits and importlib.util.find_spec("triton") else "reference"
 
 
-def _check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+def _backend(name: str) -> Backend:
+    if name == "cpu":
+        return sparse_cpu
+    from replay.kernels import launch  # triton takes a second to import
+
+    return launch
+
+
+def check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, D] and [V, D]"
@@ -138,24 +173,22 @@ def _check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         raise ValueError(f"{list(targets.shape)} targets for {len(hidden)} rows of hidden")
 
 
-def _check_support(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, offsets: Tensor
-) -> None:
-    _check_rows(hidden, weight, targets)
-    if len(offsets) != len(targets) + 1:
-        raise ValueError(
-            f"{len(offsets)} support_offsets for {len(targets)} targets; must be one more"
-        )
-    first, last = (int(x) for x in offsets[[0, -1]].tolist())
-    if first != 0 or last != len(ids):
-        raise ValueError(
-            f"support_offsets run from {first} to {last}, but there are {len(ids)} support_ids"
-        )
-
-
-def _check_temperature(temperature: Any, num_tokens: int) -> None:
+def check_temperature(temperature: Any, num_tokens: int) -> None:
     if isinstance(temperature, Tensor):
         if temperature.shape != (num_tokens,):
             raise ValueError(f"temperature {list(temperature.shape)} for {num_tokens} targets")
     elif not temperature > 0:
         raise ValueError(f"temperature is {temperature}, must be positive")
+
+
+def _check_rest(
+    temperature: Any, bias: Tensor | None, main_grad: Tensor | None, hidden: Tensor, weight: Tensor
+) -> None:
+    check_temperature(temperature, len(hidden))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} for {len(weight)} rows of weight")
+    if main_grad is not None and (main_grad.shape != weight.shape or main_grad.stride(1) != 1):
+        raise ValueError(
+            f"main_grad {list(main_grad.shape)} for weight {list(weight.shape)}; "
+            "must have its shape, and rows without gaps"
+        )
