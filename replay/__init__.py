@@ -4,11 +4,11 @@ from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
 from replay.full import FullScores, score_full
 from replay.job import replay_run
-from replay.plan import SupportPlan, plan
 from replay.policy import Policy
 from replay.reference import SupportScores
 from replay.report import Report, make_report
 from replay.score import score_support
+from replay.support_plan import SupportPlan, plan
 from replay.tokens import TokenTable
 from replay.verify import Finding, Verified, verify
 

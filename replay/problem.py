@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from replay.plan import SupportPlan, Work
+from replay.support_plan import SupportPlan, Work
 
 
 @dataclass(frozen=True, eq=False)

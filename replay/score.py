@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from replay import reference, sparse, sparse_cpu
-from replay.plan import SupportPlan, plan
 from replay.problem import Backend, Problem
 from replay.reference import SupportScores
+from replay.support_plan import SupportPlan, plan
 
 Impl = Literal["auto", "reference", "cpu", "triton"]
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ def score_support(
     `entropy_grad` tells that the loss uses the entropy, so that nothing is kept for the gradient of
     the logprob alone ([T', D], of the tokens whose support is larger than one). The head's gradient
     is a dense [V, D] in its dtype, or is added to `main_grad` ([V, D], fp32) in backward, or with
-    `sparse_grad` is a coalesced sparse tensor of the rows that occur. Two runs agree bitwise, and a
+    `sparse_grad` is a sparse tensor of the rows that occur. Two runs agree bitwise, and a
     row alone scores as it does in a batch.
 
     `plan` is what `replay.plan(support_ids, support_offsets)` made of these supports; with it

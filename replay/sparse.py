@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from replay.problem import Backend, Forward, HeadGrad, Problem, ScoreGrads
 from replay.reference import SupportScores, segments
 
+NOTHING = torch.empty(0)  # stands for what save_for_backward keeps
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -45,7 +47,7 @@ def _scores(forward: Forward, problem: Problem, outputs: Outputs) -> SupportScor
 
 class _Score(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -57,7 +59,7 @@ class _Score(torch.autograd.Function):
         made = backend.forward(problem, save=outputs.save and ctx.needs_input_grad[0])
         scores = _scores(made, problem, outputs)
         ctx.save_for_backward(hidden, weight, bias, *made)
-        ctx.problem = replace(problem, hidden=None, weight=None, bias=None)
+        ctx.problem = replace(problem, hidden=NOTHING, weight=NOTHING, bias=None)
         ctx.backend, ctx.outputs = backend, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(made.outside)
@@ -67,7 +69,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *made = ctx.saved_tensors
         problem = replace(ctx.problem, hidden=hidden, weight=weight, bias=bias)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels import support
-from replay.plan import Pieces
 from replay.problem import Forward, HeadGrad, Problem, ScoreGrads
+from replay.support_plan import Pieces
 
-BLOCK_T = 1024  # tokens without work, per program
+BLOCK_T = 256  # tokens without work, per program
 JOIN_D = 1024
 ROUND = {torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -135,11 +135,11 @@ def forward_kernel(
         z = z / divisor
         tl.store(z_out + entry, z, mask=in_k)
         z_target = tl.maximum(z_target, tl.max(tl.where(in_k & (row == y), z, float("-inf")), 0))
-        new_top = tl.maximum(top, tl.max(tl.where(in_k, z, LOWEST), 0))
+        z = tl.where(in_k, z, LOWEST)
+        new_top = tl.maximum(top, tl.max(z, 0))
         shrink = tl.exp(top - new_top)
         p = tl.where(in_k, tl.exp(z - new_top), 0.0)
-        terms = tl.where(in_k, p * (z - new_top), 0.0)
-        weighted = shrink * (weighted + (top - new_top) * mass) + tl.sum(terms, 0)
+        weighted = shrink * (weighted + (top - new_top) * mass) + tl.sum(p * (z - new_top), 0)
         mass = shrink * mass + tl.sum(p, 0)
         if SAVE:
             if CAPPED:
@@ -193,7 +193,7 @@ def join_tiles_kernel(
         new_top = tl.maximum(top, tl.max(tops, 0))
         shrink = tl.exp(top - new_top)
         shrinks = tl.exp(tops - new_top)
-        terms = tl.where(inside, shrinks * (terms + (tops - new_top) * masses), 0.0)
+        terms = shrinks * (terms + (tops - new_top) * masses)
         weighted = shrink * (weighted + (top - new_top) * mass) + tl.sum(terms, 0)
         mass = shrink * mass + tl.sum(shrinks * masses, 0)
         top = new_top
@@ -264,11 +264,11 @@ def token_backward_kernel(
             in_k = offs_k < count
             entry = start + offs_k
             row = tl.load(ids + entry, mask=in_k, other=0).to(tl.int64)
-            z = tl.load(z_in + entry, mask=in_k, other=float("-inf"))
+            z = tl.load(z_in + entry, mask=in_k, other=LOWEST)
             p = tl.exp(z - lse)
             c = -p * (by_logprob + spread) + tl.where(row == y, by_logprob, 0.0)
             if HAS_ENTROPY:
-                c -= tl.where(in_k, by_entropy * p * (z - lse + mean_surprise), 0.0)
+                c -= by_entropy * p * (z - lse + mean_surprise)
             if HAS_SUPPORT:
                 c += tl.load(grad_support + entry, mask=in_k, other=0.0)
             if CAPPED:
