@@ -2,6 +2,7 @@
 
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
+from replay.from_logits import score_support_from_logits
 from replay.full import FullScores, score_full
 from replay.job import replay_run
 from replay.policy import Policy
@@ -11,6 +12,7 @@ from replay.score import score_support
 from replay.support_plan import SupportPlan, plan
 from replay.tokens import TokenTable
 from replay.verify import Finding, Verified, verify
+from replay.vocab_parallel import VocabShard
 
 __all__ = [
     "Finding",
@@ -24,11 +26,13 @@ __all__ = [
     "SupportScores",
     "TokenTable",
     "Verified",
+    "VocabShard",
     "make_report",
     "pack",
     "plan",
     "replay_run",
     "score_full",
     "score_support",
+    "score_support_from_logits",
     "verify",
 ]

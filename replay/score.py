@@ -12,6 +12,7 @@ from replay import reference, sparse, sparse_cpu
 from replay.problem import Backend, Problem
 from replay.reference import SupportScores
 from replay.support_plan import SupportPlan, plan
+from replay.vocab_parallel import VocabShard, local_plan, plain_head
 
 Impl = Literal["auto", "reference", "cpu", "triton"]
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +37,7 @@ def score_support(
     entropy_grad: bool = False,
     main_grad: Tensor | None = None,
     sparse_grad: bool = False,
+    shard: VocabShard | None = None,
     check: bool = True,
 ) -> SupportScores:
     """Score each target under the policy, renormalised over its recorded support.
@@ -64,6 +66,10 @@ def score_support(
     `sparse_grad` is a sparse tensor of the rows that occur. Two runs agree bitwise, and a
     row alone scores as it does in a batch.
 
+    With `shard` the head is spread over ranks that score the same tokens: weight and bias are this
+    rank's rows, hidden gets the whole gradient on every rank. A DTensor without `shard` (FSDP2) is
+    gathered, and its gradient averaged over the ranks.
+
     `plan` is what `replay.plan(support_ids, support_offsets)` made of these supports; with it
     nothing waits for the device. Without it, `check=False` leaves out the search for ids that occur
     twice in one support. `impl` is "triton" (the default on CUDA), "cpu" (the default elsewhere) or
@@ -71,10 +77,14 @@ def score_support(
 
     Raises `ValueError` for shapes that do not fit, with both numbers, and what `plan` raises.
     """
+    weight = plain_head(weight, shard)
+    bias = None if bias is None else plain_head(bias, shard)
     check_rows(hidden, weight, targets)
     _check_rest(temperature, bias, main_grad, hidden, weight)
-    made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check)
+    made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check, shard)
     chosen = _choose(impl, hidden, weight, head_dtype)
+    if shard is not None and (return_support_logprobs or chosen == "reference"):
+        raise ValueError("shard goes with impl cpu or triton, and without return_support_logprobs")
     if chosen == "reference":
         scores = reference.score_support(
             hidden,
@@ -89,6 +99,8 @@ def score_support(
             head_dtype=head_dtype,
         )
         return _requested(scores, return_logsumexp, return_support_logprobs)
+    if shard is not None:
+        made, targets = local_plan(made, shard, len(weight)), targets - shard.start
     problem = Problem(
         hidden=hidden,
         weight=weight,
@@ -107,6 +119,7 @@ def score_support(
         save=not entropy_grad,
         main_grad=main_grad,
         sparse_grad=sparse_grad,
+        shard=shard,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         return sparse.score(problem, _backend(chosen), outputs)
@@ -126,22 +139,23 @@ def _plan_for(
     ids: Tensor,
     offsets: Tensor,
     check: bool,
+    shard: VocabShard | None,
 ) -> SupportPlan:
-    num_tokens = len(hidden)
+    num_tokens, vocab_size = len(hidden), len(weight) if shard is None else None
     if given is None:
         if len(offsets) != num_tokens + 1:
             raise ValueError(
                 f"{len(offsets)} support_offsets for {num_tokens} targets; must be one more"
             )
-        return plan(ids, offsets, len(weight), check=check)
+        return plan(ids, offsets, vocab_size, check=check)
     for name, planned, got in [
         ("tokens", given.num_tokens, num_tokens),
         ("support_ids", given.num_entries, len(ids)),
     ]:
         if planned != got:
             raise ValueError(f"the plan is for {planned} {name}, but there are {got}")
-    if given.max_id >= len(weight):
-        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {len(weight)})")
+    if vocab_size is not None and given.max_id >= vocab_size:
+        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {vocab_size})")
     return given
 
 
@@ -152,8 +166,16 @@ def _choose(impl: Impl, hidden: Tensor, weight: Tensor, head_dtype: torch.dtype)
         return impl
     if not hidden.is_cuda:
         return "cpu"
-    fits = all(dtype in TRITON_DTYPES for dtype in (hidden.dtype, weight.dtype, head_dtype))
-    return "triton" if fits and importlib.util.find_spec("triton") else "reference"
+    return "triton" if triton_fits(hidden, weight, head_dtype) else "reference"
+
+
+def triton_fits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> bool:
+    dtypes = (hidden.dtype, weight.dtype, head_dtype)
+    return (
+        hidden.is_cuda
+        and all(dtype in TRITON_DTYPES for dtype in dtypes)
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def _backend(name: str) -> Backend:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from replay.problem import Backend, Forward, HeadGrad, Problem, ScoreGrads
 from replay.reference import SupportScores, segments
+from replay.vocab_parallel import VocabShard, merge, sum_over_ranks
 
 NOTHING = torch.empty(0)  # stands for what save_for_backward keeps
 
@@ -24,6 +25,7 @@ class Outputs:
     save: bool  # what the logprob's gradient needs, so that backward gathers no head rows for it
     main_grad: Tensor | None
     sparse_grad: bool
+    shard: VocabShard | None = None
 
 
 def score(problem: Problem, backend: Backend, outputs: Outputs) -> SupportScores:
@@ -34,7 +36,12 @@ def score(problem: Problem, backend: Backend, outputs: Outputs) -> SupportScores
             *tensors, problem, backend, outputs
         )
         return SupportScores(logprob, entropy, logsumexp, outside, support)
-    return _scores(backend.forward(problem, save=False), problem, outputs)
+    return _scores(_forward(problem, backend, outputs, save=False), problem, outputs)
+
+
+def _forward(problem: Problem, backend: Backend, outputs: Outputs, save: bool) -> Forward:
+    own = backend.forward(problem, save)
+    return own if outputs.shard is None else merge(own, outputs.shard)
 
 
 def _scores(forward: Forward, problem: Problem, outputs: Outputs) -> SupportScores:
@@ -56,7 +63,8 @@ class _Score(torch.autograd.Function):
         backend: Backend,
         outputs: Outputs,
     ) -> tuple[Tensor | None, ...]:
-        made = backend.forward(problem, save=outputs.save and ctx.needs_input_grad[0])
+        save = outputs.save and outputs.shard is None and ctx.needs_input_grad[0]
+        made = _forward(problem, backend, outputs, save)
         scores = _scores(made, problem, outputs)
         ctx.save_for_backward(hidden, weight, bias, *made)
         ctx.problem = replace(problem, hidden=NOTHING, weight=NOTHING, bias=None)
@@ -77,6 +85,7 @@ class _Score(torch.autograd.Function):
         coefficients, grad_hidden = ctx.backend.token_backward(
             problem, Forward(*made), scored, hidden=wants_hidden
         )
+        grad_hidden = sum_over_ranks(grad_hidden, ctx.outputs.shard)
         grad_weight = grad_bias = None
         if wants_weight:
             grad_weight = _weight_grad(problem, ctx.backend, coefficients, ctx.outputs)

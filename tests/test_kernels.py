@@ -17,7 +17,7 @@ from supports import (
 )
 
 import replay
-from replay import score_support
+from replay import score_full, score_support
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -27,6 +27,7 @@ pytestmark = [
 ]
 cuda_only = pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 
+SHAPED = {"softcap": 4.0, "logit_scale": 0.6}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a gradient
 SHAPES = [(ragged(200, 300), 5003, 321), ([2, 1, 0, 700, 64, 65], 50257, 2880)]
 if INTERPRETED:
@@ -51,7 +52,7 @@ def on(p: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     "options",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"softcap": 4.0, "logit_scale": 0.6}, id="shaped"),
+        pytest.param(SHAPED, id="shaped"),
         pytest.param({"entropy": True}, id="entropy"),
         pytest.param({"entropy": True, "support": True, "softcap": 4.0}, id="every score"),
     ],
@@ -196,6 +197,35 @@ def test_a_row_alone_scores_as_in_a_batch() -> None:
 
 def cuda() -> bool:
     return not INTERPRETED
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 4.0, "logit_scale": 0.6}], ids=["plain", "shaped"]
+)
+def test_full_scores(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, with the chunks of a large vocabulary at a small one."""
+    monkeypatch.setattr("replay.full.VOCAB_CHUNK", 4 if INTERPRETED else 1024)
+    monkeypatch.setattr("replay.full.TOKEN_CHUNK", 2 if INTERPRETED else 100)
+    p = problem([1] * (3 if INTERPRETED else 255), 7 if INTERPRETED else 5003, 17, dtype, DEVICE)
+    p = {k: v for k, v in p.items() if not k.startswith("support")}
+    runs = []
+    for inputs, fits in ((in_float64(p), False), (p, True)):
+        monkeypatch.setattr("replay.full.triton_fits", lambda *_, fits=fits: fits)
+        leaves = [inputs[name].detach().requires_grad_() for name in LEAVES]
+        scores = score_full(**(inputs | dict(zip(LEAVES, leaves, strict=True))), **options)
+        loss = (scores.logprob - 0.5 * scores.entropy + 0.1 * scores.logsumexp).sum()
+        runs.append((scores, torch.autograd.grad(loss, leaves)))
+    (truth, true_grads), (got, grads) = runs
+    for name in ("logprob", "entropy", "logsumexp"):
+        gap = getattr(got, name).double() - getattr(truth, name)
+        assert gap.abs().max() <= 5e-5, name
+    assert torch.equal(got.argmax, truth.argmax)
+    for a, b in zip(true_grads, grads, strict=True):
+        error = (a - b.double()).norm() / a.norm()
+        assert error <= TOLERANCE[dtype]
 
 
 @cuda_only
