@@ -2,7 +2,7 @@
 
 A support of K ids is cut into tiles of at most `TILE`, one program each; the entries that name one
 head row, brought together by a sort, into pieces of at most `PIECE`. Both lists begin with the
-longest runs, so that none is left alone at the end. Nothing here depends on scores or targets.
+longest, so that none is left alone at the end. Nothing here depends on scores or targets.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class SupportPlan:
         rows, counts = torch.unique_consecutive(ids, return_counts=True)
         label = torch.arange(len(rows), device=rows.device)
         pieces = _cut(label, counts.cumsum(0) - counts, counts, PIECE)
-        return Edges(entry, self.tokens[entry].int(), rows.long(), counts, pieces)
+        token = self.tokens[entry]
+        return Edges(entry, token.int(), rows.long(), counts, _together(pieces, token))
 
 
 def plan(
@@ -179,3 +180,11 @@ def _cut(label: Tensor, start: Tensor, count: Tensor, size: int) -> Pieces:
     splits = torch.stack([label[split], first[split], pieces[split]], 1)
     num_slots = int(pieces[split].sum())
     return Pieces(items, splits, num_slots)
+
+
+def _together(pieces: Pieces, token: Tensor) -> Pieces:
+    """Pieces of about one length in the order of their tokens, whose rows the cache then holds."""
+    _, start, length, _ = pieces.items.unbind(1)
+    size = length.float().log2().ceil().long()
+    order = (token[start] - size * (token.max() + 1)).argsort() if len(start) else start
+    return pieces._replace(items=pieces.items[order])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay import score_full, score_support
+from replay import plan, score_full, score_support
 from replay.reference import SupportScores
 
 Z5 = [3.0, 2.0, 1.0, 0.0, -1.0]
@@ -226,6 +226,22 @@ def test_gradients_equal_the_materialised_computation(p: dict[str, Any]) -> None
             {"support_offsets": torch.tensor([0, 1, 4])},
             "from 0 to 4, but there are 3 support_ids",
             id="offsets and ids",
+        ),
+        pytest.param({"bias": torch.ones(3)}, r"bias \[3\] for 5 rows", id="bias"),
+        pytest.param({"main_grad": torch.ones(3, 3)}, r"main_grad \[3, 3\]", id="main_grad"),
+        pytest.param({"impl": "cuda"}, "impl is 'cuda', must be", id="impl"),
+        pytest.param(
+            {"plan": plan(torch.tensor([1]), torch.tensor([0, 1]))},
+            "plan is for 1 tokens, but there are 2",
+            id="plan of others",
+        ),
+        pytest.param(
+            {"plan": plan(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 3]))},
+            r"id 5, must be in \[0, 5\)",
+            id="plan of a larger vocabulary",
+        ),
+        pytest.param(
+            {"support_ids": torch.tensor([1, 2, 2])}, "token 1 has id 2 twice", id="duplicate"
         ),
         pytest.param({"temperature": 0.0}, "temperature is 0.0", id="temperature"),
         pytest.param({"temperature": torch.ones(3)}, r"temperature \[3\] for 2", id="per token"),
