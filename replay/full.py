@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from replay import statistics
+from replay.dense import product
 from replay.score import check_rows, check_temperature, triton_fits
 from replay.statistics import RowGrads, Running, Shape, Tile
 
@@ -106,9 +107,9 @@ def _gradients(
             tile = chunks.tile(rows, columns)
             d = chunks.backend.gradient(tile, by_row.rows(rows), chunks.product_dtype)
             if wanted[0]:
-                grad_hidden[rows] += _product(d, weight[columns], chunks.dtype)
+                grad_hidden[rows] += product(d, weight[columns], chunks.dtype)
             if wanted[1]:
-                head += _product(d.T, hidden[rows], chunks.dtype)
+                head += product(d.T, hidden[rows], chunks.dtype)
             if wanted[2]:
                 grad_bias[columns] += d.sum(0, dtype=chunks.dtype)
         if grad_weight is not None:
@@ -150,22 +151,11 @@ class _Chunks:
     def tile(self, rows: slice, columns: slice) -> Tile:
         # rounding is left to the matmul where that is what it does anyway
         rounds = self.bias is None and self.shape.head_dtype == self.product_dtype
-        z = _product(
+        z = product(
             self.hidden[rows], self.weight[columns].T, self.product_dtype if rounds else self.dtype
         )
         bias = None if self.bias is None else self.bias[columns]
         return Tile(z, columns.start, bias, self.targets[rows], self.shape.rows(rows))
-
-
-def _product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    """a @ b with sums in fp32 or better, and a result in `out`."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    a, b = a.to(dtype), b.to(dtype)
-    if dtype == out:
-        return a @ b
-    if a.is_cuda and out == torch.float32:
-        return torch.mm(a, b, out_dtype=out)
-    return (a.to(out) @ b.to(out)).to(out)
 
 
 def _slices(length: int, size: int) -> list[slice]:

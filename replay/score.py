@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from replay import reference, sparse, sparse_cpu
+from replay import dense, reference, sparse, sparse_cpu
 from replay.problem import Backend, Problem
 from replay.reference import SupportScores
 from replay.support_plan import SupportPlan, plan
 from replay.vocab_parallel import VocabShard, local_plan, plain_head
 
-Impl = Literal["auto", "reference", "cpu", "triton"]
+Impl = Literal["auto", "reference", "cpu", "triton", "dense"]
+DENSE_FROM = 0.0055  # of the vocabulary in the mean support: there a matmul takes over
+DENSE_MEAN = 256
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,8 +74,9 @@ def score_support(
 
     `plan` is what `replay.plan(support_ids, support_offsets)` made of these supports; with it
     nothing waits for the device. Without it, `check=False` leaves out the search for ids that occur
-    twice in one support. `impl` is "triton" (the default on CUDA), "cpu" (the default elsewhere) or
-    "reference", the definition, which keeps [E, D] for backward.
+    twice in one support. `impl` is "triton" (the default on CUDA), "cpu" (the default elsewhere),
+    "dense" (matmuls over the whole vocabulary, the default on CUDA for supports of hundreds of ids
+    each, where it is faster) or "reference", the definition, which keeps [E, D] for backward.
 
     Raises `ValueError` for shapes that do not fit, with both numbers, and what `plan` raises.
     """
@@ -82,9 +85,11 @@ def score_support(
     check_rows(hidden, weight, targets)
     _check_rest(temperature, bias, main_grad, hidden, weight)
     made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check, shard)
-    chosen = _choose(impl, hidden, weight, head_dtype)
+    chosen = _choose(impl, made, hidden, weight, head_dtype)
     if shard is not None and (return_support_logprobs or chosen == "reference"):
-        raise ValueError("shard goes with impl cpu or triton, and without return_support_logprobs")
+        raise ValueError(
+            "shard goes with impl cpu, dense or triton, and without return_support_logprobs"
+        )
     if chosen == "reference":
         scores = reference.score_support(
             hidden,
@@ -159,14 +164,19 @@ def _plan_for(
     return given
 
 
-def _choose(impl: Impl, hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> str:
-    if impl not in ("auto", "reference", "cpu", "triton"):
-        raise ValueError(f"impl is {impl!r}, must be auto, reference, cpu or triton")
+def _choose(
+    impl: Impl, made: SupportPlan, hidden: Tensor, weight: Tensor, head_dtype: torch.dtype
+) -> str:
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl is {impl!r}, must be one of {', '.join(get_args(Impl))}")
     if impl != "auto":
         return impl
     if not hidden.is_cuda:
         return "cpu"
-    return "triton" if triton_fits(hidden, weight, head_dtype) else "reference"
+    if not triton_fits(hidden, weight, head_dtype):
+        return "reference"
+    mean = made.num_entries / max(1, made.num_tokens)
+    return "dense" if mean > max(DENSE_MEAN, DENSE_FROM * len(weight)) else "triton"
 
 
 def triton_fits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> bool:
@@ -181,6 +191,8 @@ def triton_fits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> bool
 def _backend(name: str) -> Backend:
     if name == "cpu":
         return sparse_cpu
+    if name == "dense":
+        return dense
     from replay.kernels import launch  # triton takes a second to import
 
     return launch

@@ -20,12 +20,19 @@ def forward(problem: Problem, save: bool) -> Forward:
     p, plan = problem, problem.plan
     entries = (p.work.rank >= 0)[plan.tokens].nonzero().squeeze(1)
     ids, rows = plan.ids[entries], plan.tokens[entries]
-    z = torch.zeros(plan.num_entries, dtype=_dtype(p), device=p.hidden.device)
     dots = _dots(p.hidden, p.weight, rows, ids)
     if p.bias is not None:
         dots += p.bias[ids].to(dots.dtype)
-    shaped = shape_logits(dots, p.logit_scale, p.softcap, p.head_dtype)
-    z[entries] = shaped / per_row(p.temperature, rows)
+    z = torch.zeros(plan.num_entries, dtype=dots.dtype, device=dots.device)
+    z[entries] = dots
+    return scores_of_logits(p, z, entries)
+
+
+def scores_of_logits(p: Problem, z: Tensor, entries: Tensor) -> Forward:
+    """The scores of raw logits [E], of which `entries` are to be shaped; the others stay."""
+    plan = p.plan
+    shaped = shape_logits(z[entries], p.logit_scale, p.softcap, p.head_dtype)
+    z[entries] = shaped / per_row(p.temperature, plan.tokens[entries])
     top = segments("max", z, plan.counts)
     shifted = z - top[plan.tokens]
     mass = segments("sum", shifted.exp(), plan.counts)
@@ -43,11 +50,11 @@ def token_backward(
     problem: Problem, scores: Forward, grads: ScoreGrads, hidden: bool
 ) -> tuple[Tensor, Tensor | None]:
     p, plan = problem, problem.plan
-    c = _coefficients(p, scores, grads)
+    c = coefficients(p, scores, grads)
     if not hidden:
         return c, None
     entries = (p.work.rank >= 0)[plan.tokens].nonzero().squeeze(1)
-    grad = torch.zeros(p.hidden.shape, dtype=_dtype(p), device=p.hidden.device)
+    grad = torch.zeros(p.hidden.shape, dtype=sum_dtype(p), device=p.hidden.device)
     _add_rows(grad, plan.tokens[entries], p.weight, plan.ids[entries], c[entries])
     return c, grad.to(p.hidden.dtype)
 
@@ -56,7 +63,7 @@ def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> Non
     p, edges = problem, problem.plan.edges
     place = torch.repeat_interleave(edges.counts)
     values = torch.zeros(
-        len(edges.rows), p.hidden.shape[1], dtype=_dtype(p), device=p.hidden.device
+        len(edges.rows), p.hidden.shape[1], dtype=sum_dtype(p), device=p.hidden.device
     )
     _add_rows(values, place, p.hidden, edges.token, coefficients[edges.entry])
     if not grad.scatter:
@@ -67,7 +74,7 @@ def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> Non
         grad.into.index_copy_(0, edges.rows, values.to(grad.into.dtype))
 
 
-def _coefficients(p: Problem, scores: Forward, grads: ScoreGrads) -> Tensor:
+def coefficients(p: Problem, scores: Forward, grads: ScoreGrads) -> Tensor:
     """[E] d loss / d (raw logit): as in the kernel, selected before multiplied."""
     rows = p.plan.tokens
     log_p = scores.z - scores.logsumexp[rows]
@@ -111,6 +118,6 @@ def _blocks(length: int, dim: int) -> list[slice]:
     return [slice(i, i + step) for i in range(0, length, step)]
 
 
-def _dtype(problem: Problem) -> torch.dtype:
+def sum_dtype(problem: Problem) -> torch.dtype:
     inputs = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
     return torch.promote_types(inputs, torch.float32)

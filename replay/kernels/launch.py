@@ -15,6 +15,7 @@ from replay.support_plan import Pieces
 
 BLOCK_T = 256  # tokens without work, per program
 JOIN_D = 1024
+OPTIONS = {"enable_fp_fusion": True}  # said here, because Triton 3.10 changes the default
 ROUND = {torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -65,14 +66,14 @@ def forward(problem: Problem, save: bool) -> Forward:
         *p.hidden.stride(), *p.weight.stride(),
         HAS_BIAS=p.bias is not None, PER_TOKEN=per_token, ROUND=ROUND[p.head_dtype], CAPPED=capped,
         SAVE=save, BLOCK_K=blocks.k, BLOCK_D=block_d, BLOCK_T=BLOCK_T, STAGES=blocks.stages,
-        num_warps=blocks.warps,
+        num_warps=blocks.warps, **OPTIONS,
     )  # fmt: skip
     if len(tiles.splits):
         join_d = min(block_d, JOIN_D)
         support.join_tiles_kernel[(len(tiles.splits), triton.cdiv(dim, join_d) if save else 1)](
             p.weight, p.targets, p.temperature, rank, tiles.splits, part_stats, part_rows,
             logprob, entropy, logsumexp, outside, saved, dim, p.softcap or 1.0, *p.weight.stride(),
-            PER_TOKEN=per_token, CAPPED=capped, SAVE=save, BLOCK_D=join_d,
+            PER_TOKEN=per_token, CAPPED=capped, SAVE=save, BLOCK_D=join_d, **OPTIONS,
         )  # fmt: skip
     return Forward(logprob, entropy, logsumexp, outside, z, saved)
 
@@ -101,6 +102,7 @@ def token_backward(
             HAS_ENTROPY=grads.entropy is not None, HAS_SUPPORT=grads.support is not None,
             BLOCK_K=64 if saved or not hidden else blocks.k,
             BLOCK_D=triton.next_power_of_2(dim), num_warps=4 if saved else blocks.warps,
+            **OPTIONS,
         )  # fmt: skip
     return coefficients, grad_hidden
 
@@ -117,13 +119,13 @@ def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> Non
         p.hidden, coefficients, edges.entry, edges.token, pieces.items, edges.rows, grad.into,
         part_rows, dim, *p.hidden.stride(), grad.into.stride(0),
         SCATTER=grad.scatter, ADD=grad.add, BLOCK_K=blocks.k, BLOCK_D=block_d,
-        STAGES=blocks.stages, num_warps=blocks.warps,
+        STAGES=blocks.stages, num_warps=blocks.warps, **OPTIONS,
     )  # fmt: skip
     if len(pieces.splits):
         join_d = min(block_d, JOIN_D)
         support.join_pieces_kernel[(len(pieces.splits), triton.cdiv(dim, join_d))](
             pieces.splits, edges.rows, part_rows, grad.into, dim, grad.into.stride(0),
-            SCATTER=grad.scatter, ADD=grad.add, BLOCK_D=join_d,
+            SCATTER=grad.scatter, ADD=grad.add, BLOCK_D=join_d, **OPTIONS,
         )  # fmt: skip
 
 

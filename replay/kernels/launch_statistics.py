@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from replay.kernels import statistics
-from replay.kernels.launch import ROUND
+from replay.kernels.launch import OPTIONS, ROUND
 from replay.statistics import RowGrads, Running, Tile
 
 BLOCK_V = 4096
@@ -20,7 +20,7 @@ def update(running: Running, tile: Tile) -> None:
     statistics.update_kernel[(num_tokens,)](
         tile.z, tile.bias, tile.targets, tile.shape.temperature, *running,
         num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
-        BLOCK_V=min(BLOCK_V, triton.next_power_of_2(num_columns)), num_warps=8,
+        BLOCK_V=min(BLOCK_V, triton.next_power_of_2(num_columns)), num_warps=8, **OPTIONS,
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def gradient(tile: Tile, grads: RowGrads, dtype: torch.dtype) -> Tensor:
         *(None if grad is None else grad.contiguous() for grad in by_score), out,
         num_columns, tile.start, tile.z.stride(0), out.stride(0), *_shape(tile), **_flags(tile),
         HAS_LOGPROB=by_score[0] is not None, HAS_ENTROPY=by_score[1] is not None,
-        HAS_LOGSUMEXP=by_score[2] is not None, BLOCK_V=block, num_warps=8,
+        HAS_LOGSUMEXP=by_score[2] is not None, BLOCK_V=block, num_warps=8, **OPTIONS,
     )  # fmt: skip
     return out
 
