@@ -46,9 +46,10 @@ def test_as_exact_as_plain_torch(
     for name in ("logprob", "entropy"):
         assert_within_budget(getattr(truth, name), getattr(plain, name), getattr(got, name), 1e-5)
     assert int(got.outside) == int(truth.outside)
+    # a matmul's gradient rounds both of its factors
+    tolerance = TOLERANCE[dtype] * (3 if impl == "dense" else 1)
     for wanted, torch_s, grad in zip(true_grads, plain_grads, grads, strict=True):
         assert grad.dtype == dtype
-        # a matmul's gradient rounds both of its factors
         assert_within_budget(
             wanted, torch_s, grad, TOLERANCE[dtype] * (3 if impl == "dense" else 1)
         )
@@ -66,7 +67,7 @@ def test_float64_stays_float64() -> None:
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(SIZES, 97, 33)
     whole, grads = score_with_gradients(p)
-    monkeypatch.setattr("replay.sparse_cpu.BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("replay.sparse_cpu.BLOCK_ELEMENTS", 1000)
     blocks, block_grads = score_with_gradients(p)
     assert torch.equal(blocks.logprob, whole.logprob)
     assert all(torch.equal(a, b) for a, b in zip(block_grads, grads, strict=True))
