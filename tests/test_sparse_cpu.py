@@ -50,9 +50,7 @@ def test_as_exact_as_plain_torch(
     tolerance = TOLERANCE[dtype] * (3 if impl == "dense" else 1)
     for wanted, torch_s, grad in zip(true_grads, plain_grads, grads, strict=True):
         assert grad.dtype == dtype
-        assert_within_budget(
-            wanted, torch_s, grad, TOLERANCE[dtype] * (3 if impl == "dense" else 1)
-        )
+        assert_within_budget(wanted, torch_s, grad, tolerance)
 
 
 def test_float64_stays_float64() -> None:
