@@ -49,8 +49,13 @@ def score_full(
     """
     check_rows(hidden, weight, targets)
     check_temperature(temperature, len(targets))
-    shape = Shape(temperature, logit_scale, softcap, head_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    shape = Shape(
+        temperature if isinstance(temperature, Tensor) else float(temperature),
+        None if logit_scale is None else float(logit_scale),
+        None if softcap is None else float(softcap),
+        head_dtype,
+    )
+    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
         logprob, entropy, logsumexp, argmax = _Full.apply(hidden, weight, bias, targets, shape)
         kept_mass = None
         if support_logsumexp is not None:

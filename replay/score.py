@@ -111,9 +111,9 @@ def score_support(
         weight=weight,
         bias=bias,
         targets=targets.contiguous(),
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        temperature=temperature if isinstance(temperature, Tensor) else float(temperature),
+        logit_scale=None if logit_scale is None else float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
         head_dtype=head_dtype,
         plan=made,
         work=made.all_work if return_logsumexp else made.work,
@@ -126,7 +126,7 @@ def score_support(
         sparse_grad=sparse_grad,
         shard=shard,
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
         return sparse.score(problem, _backend(chosen), outputs)
 
 

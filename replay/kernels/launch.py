@@ -47,8 +47,7 @@ def forward(problem: Problem, save: bool) -> Forward:
     tiles, rank, num_work = p.work
     num_tokens, dim = p.hidden.shape
     device = p.hidden.device
-    # rows of [5, T] are cheaper than five allocations
-    logprob, entropy, logsumexp = torch.empty(3, num_tokens, device=device).unbind()
+    logprob, entropy, logsumexp = (torch.empty(num_tokens, device=device) for _ in range(3))
     z = torch.empty(plan.num_entries, device=device)
     outside = torch.zeros((), dtype=torch.int64, device=device)
     saved = part_rows = None
