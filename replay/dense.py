@@ -44,6 +44,8 @@ def token_backward(
 
 def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> None:
     p, edges = problem, problem.plan.edges
+    if grad.blank:
+        grad.into.zero_()
     ids, c = p.plan.ids[edges.entry], coefficients[edges.entry]
     starts = list(range(0, len(p.weight), HEAD_ROWS))
     edge_at, row_at = (

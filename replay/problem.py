@@ -51,7 +51,8 @@ class HeadGrad(NamedTuple):
 
     into: Tensor
     scatter: bool  # into [V, D]
-    add: bool  # to what is there
+    add: bool = False  # to what is there
+    blank: bool = False  # `into` holds nothing yet: other rows become 0
 
 
 class Backend(Protocol):

@@ -105,12 +105,12 @@ def _weight_grad(
         return None
     if outputs.sparse_grad:
         values = weight.new_empty(len(edges.rows), weight.shape[1])
-        backend.head_backward(problem, coefficients, HeadGrad(values, scatter=False, add=False))
+        backend.head_backward(problem, coefficients, HeadGrad(values, scatter=False))
         return torch.sparse_coo_tensor(
             edges.rows[None], values, weight.shape, is_coalesced=True, check_invariants=False
         )
-    dense = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    backend.head_backward(problem, coefficients, HeadGrad(dense, scatter=True, add=False))
+    dense = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    backend.head_backward(problem, coefficients, HeadGrad(dense, scatter=True, blank=True))
     return dense
 
 

@@ -61,6 +61,8 @@ def token_backward(
 
 def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> None:
     p, edges = problem, problem.plan.edges
+    if grad.blank:
+        grad.into.zero_()
     place = torch.repeat_interleave(edges.counts)
     values = torch.zeros(
         len(edges.rows), p.hidden.shape[1], dtype=sum_dtype(p), device=p.hidden.device

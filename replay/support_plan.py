@@ -7,7 +7,7 @@ longest, so that none is left alone at the end. Nothing here depends on scores o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ class SupportPlan:
     offsets: Tensor  # [T + 1] int64
     max_id: int  # -1 without ids
     needed: Tensor | None = None  # [T] bool: who needs logits, instead of all but the singletons
+    _absent: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +98,14 @@ class SupportPlan:
         pieces = _cut(label, counts.cumsum(0) - counts, counts, PIECE)
         token = self.tokens[entry]
         return Edges(entry, token.int(), rows.long(), counts, _together(pieces, token))
+
+    def absent(self, vocab_size: int) -> Tensor:
+        """[V - U] int64 The ids of a vocabulary that no edge has."""
+        if vocab_size not in self._absent:
+            missing = torch.ones(vocab_size, dtype=torch.bool, device=self.ids.device)
+            missing[self.edges.rows] = False
+            self._absent[vocab_size] = missing.nonzero().squeeze(1)
+        return self._absent[vocab_size]
 
 
 def plan(

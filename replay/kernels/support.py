@@ -351,3 +351,18 @@ def join_pieces_kernel(
     if SCATTER:
         label = tl.load(rows + label)
     _put(into + label * stride_iv, grad, offs_d, in_d, ADD)
+
+
+@triton.jit
+def clear_rows_kernel(
+    rows, into, num_rows, D, stride_iv,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the named rows."""
+    offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_r = offs_r < num_rows
+    row = tl.load(rows + offs_r, mask=in_r, other=0)
+    offs_d = tl.arange(0, BLOCK_D)
+    zeros = tl.zeros([BLOCK_R, BLOCK_D], into.dtype.element_ty)
+    mask = in_r[:, None] & (offs_d < D)[None, :]
+    tl.store(into + row[:, None] * stride_iv + offs_d[None, :], zeros, mask=mask)
