@@ -14,7 +14,7 @@ from rollout.view import view_rollout
 if TYPE_CHECKING:
     from replay.report import Report
     from rollout.dry_run import DryRun
-    from rollout.engines.sglang_doctor import Examination
+    from rollout.engines.sglang.doctor import Examination
     from rollout.repair import Repair
 
 

@@ -2,8 +2,8 @@
 
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
-from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_control import SGLangControl
+from rollout.engines.sglang.control import SGLangControl
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.errors import RolloutError
 from rollout.prompts import Chat, Prompt
 from rollout.reader import Run, open_run

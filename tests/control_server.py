@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.engines.sglang_control import SGLangControl
+from rollout.engines.sglang.control import SGLangControl
 
 BUCKET: Any = (["a.weight", "b.weight"], ["bfloat16", "float32"], [[2, 3], (4,)])
 BUSY_WORDS = {

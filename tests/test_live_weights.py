@@ -22,8 +22,8 @@ from live import VOCAB_SIZE, collect_run
 
 from cli.main import cli
 from rollout.collect import Outcome, Request, collect_outcomes
-from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_control import PauseMode, SGLangControl
+from rollout.engines.sglang.control import PauseMode, SGLangControl
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.errors import EngineRefused, GenerationAborted
 from rollout.prompts import Prompt
 from rollout.reader import open_run

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from rollout.engines.sglang_http import (
+from rollout.engines.sglang.http import (
     API_KEY_VARIABLE,
     Answer,
     SGLangHttp,
     retry_after_s,
 )
-from rollout.engines.sglang_reply import BUSY, error_words
+from rollout.engines.sglang.reply import BUSY, error_words
 from rollout.errors import (
     EngineBusy,
     EngineFailed,

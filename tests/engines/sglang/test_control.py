@@ -12,7 +12,7 @@ from control_server import Server, rename, with_control
 
 import rollout
 from rollout import errors
-from rollout.engines.sglang_control import SGLangControl
+from rollout.engines.sglang.control import SGLangControl
 
 
 def test_it_is_exported() -> None:

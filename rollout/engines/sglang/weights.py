@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engines.sglang_calls import ControlCalls
+from rollout.engines.sglang.calls import ControlCalls
 from rollout.errors import EngineError, EngineRefused
 
 DEFAULT_GROUP = "weight_update_group"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollout import errors
-from rollout.engines.sglang_reply import parse_chat_reply, parse_reply
-from rollout.engines.sglang_rules import ServerRules
+from rollout.engines.sglang.reply import parse_chat_reply, parse_reply
+from rollout.engines.sglang.rules import ServerRules
 from rollout.sampling import SamplingParams
 
 

@@ -8,9 +8,9 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from rollout.engines.sglang_calls import ControlCalls
-from rollout.engines.sglang_rules import ServerRules
-from rollout.engines.sglang_weights import DEFAULT_GROUP, WeightUpdate, mark_incomplete, noted
+from rollout.engines.sglang.calls import ControlCalls
+from rollout.engines.sglang.rules import ServerRules
+from rollout.engines.sglang.weights import DEFAULT_GROUP, WeightUpdate, mark_incomplete, noted
 from rollout.errors import ConfigError, EngineRefused, ReplyMalformed
 
 PauseMode = Literal["abort", "retract", "in_place"]

@@ -9,7 +9,7 @@ from aiohttp import web
 from control_server import BUCKET, Server, rename, with_control
 
 from rollout import errors
-from rollout.engines.sglang_control import SGLangControl
+from rollout.engines.sglang.control import SGLangControl
 
 
 async def from_disk(control: SGLangControl) -> None:
