@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := $(HOME)/.cache/rollout/smollm2-135m-instruct
 DEMO := runs/quickstart
+# one process a core, each with one thread
+PARALLEL := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 .PHONY: help demo check test lint fmt types unit bench model images install clean
 
@@ -47,10 +49,12 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not smollm2 and not sglang and not gpu and not stress and not browser"
+	$(PARALLEL) -q -m "not smollm2 and not sglang and not gpu and not stress and not browser"
 
+# what shares a server or measures time and memory runs alone
 test: install model
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "not gpu"
+	$(PARALLEL) -m "not sglang and not gpu and not stress and not browser"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m "(sglang or stress or browser) and not gpu"
 
 bench: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/embedded.py --model $(MODEL)

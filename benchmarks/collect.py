@@ -28,7 +28,7 @@ from aiohttp import web
 
 from rollout.collect import Request
 from rollout.config import CollectConfig
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.job import collect_into
 from rollout.keeper import Progress
 from rollout.prompts import Prompt

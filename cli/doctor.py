@@ -25,7 +25,7 @@ def doctor(url: str, as_json: bool) -> None:
       rollout doctor http://localhost:30000
     """
     from cli.tables import print_examination
-    from rollout.engines.sglang_doctor import examine
+    from rollout.engines.sglang.doctor import examine
 
     found = asyncio.run(examine(url))
     if as_json:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from replay.report import Report
     from rollout.diff import Diff, Difference
     from rollout.dry_run import DryRun
-    from rollout.engines.sglang_doctor import Examination
+    from rollout.engines.sglang.doctor import Examination
     from rollout.repair import Repair
 
 

@@ -14,11 +14,11 @@ EDGE_ELEMENTS = 2**25  # E x D products held at once
 
 
 class SupportScores(NamedTuple):
-    """Scores over the recorded supports; all but `outside` and the last have length T."""
+    """Scores over the recorded supports: the first three have length T."""
 
     logprob: Tensor  # of the target; -inf where it is outside its support
     entropy: Tensor  # of the distribution over the support, in nats
-    logsumexp: Tensor  # of the support's logits; -inf where it is empty
+    logsumexp: Tensor | None  # of the support's logits, on request; -inf where it is empty
     outside: Tensor  # int64 scalar: targets outside their support
     support_logprobs: Tensor | None  # [E] of every support id, on request
 
@@ -35,7 +35,6 @@ def score_support(
     logit_scale: float | None = None,
     softcap: float | None = None,
     head_dtype: torch.dtype = torch.float32,
-    return_support_logprobs: bool = False,
 ) -> SupportScores:
     """logprob_t = z_y/T − logsumexp(z_j/T for j in S_t), with z the head's logits."""
     with torch.autocast(hidden.device.type, enabled=False):
@@ -43,24 +42,29 @@ def score_support(
         rows = torch.repeat_interleave(counts)  # [E] the token of each entry
         z = edge_logits(hidden, weight, bias, rows, support_ids)  # [E]
         z = shape_logits(z, logit_scale, softcap, head_dtype) / per_row(temperature, rows)
-        peak = segments("max", z.detach(), counts)
-        mass = segments("sum", (z - peak[rows]).exp(), counts)
-        logsumexp = peak + mass.log()
-        logprobs = z - logsumexp[rows]
-        entropy = -segments("sum", logprobs.exp() * logprobs, counts)
-        hit = torch.nonzero(support_ids == targets[rows]).squeeze(1)
-        logprob = torch.full_like(logsumexp, -torch.inf).index_put((rows[hit],), logprobs[hit])
-        outside = (logprob.detach() == -torch.inf).sum()
-    return SupportScores(
-        logprob, entropy, logsumexp, outside, logprobs if return_support_logprobs else None
-    )
+        return softmax_over_support(z, rows, counts, support_ids, targets)
+
+
+def softmax_over_support(
+    z: Tensor, rows: Tensor, counts: Tensor, ids: Tensor, targets: Tensor
+) -> SupportScores:
+    """The scores of [E] logits that are scaled, capped and divided already."""
+    peak = segments("max", z.detach(), counts)
+    mass = segments("sum", (z - peak[rows]).exp(), counts)
+    logsumexp = peak + mass.log()
+    logprobs = z - logsumexp[rows]
+    entropy = segments("sum", -logprobs.exp() * logprobs, counts)
+    hit = torch.nonzero(ids == targets[rows]).squeeze(1)
+    logprob = torch.full_like(logsumexp, -torch.inf).index_put((rows[hit],), logprobs[hit])
+    outside = (logprob.detach() == -torch.inf).sum()
+    return SupportScores(logprob, entropy, logsumexp.detach(), outside, logprobs)
 
 
 def edge_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, ids: Tensor
 ) -> Tensor:
     """[E] The dot product of each entry's token and head row, in fp32 or better."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     step = max(1, EDGE_ELEMENTS // hidden.shape[1])
     parts = [
         (hidden[rows[i : i + step]].to(dtype) * weight[ids[i : i + step]].to(dtype)).sum(-1)

@@ -1,25 +1,23 @@
-"""The scores a trainer asks for: over the recorded supports, and over the whole vocabulary."""
+"""The scores a trainer asks for over recorded supports: checks, and the choice of what computes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import importlib.util
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from replay import reference
-from replay.reference import SupportScores, shape_logits
+from replay import dense, reference, sparse, sparse_cpu
+from replay.problem import Backend, Problem
+from replay.reference import SupportScores
+from replay.support_plan import SupportPlan, plan
+from replay.vocab_parallel import VocabShard, local_plan, plain_head
 
-VOCAB_CHUNK = 8192
-
-
-class FullScores(NamedTuple):
-    """Scores over the whole vocabulary, each [T]."""
-
-    logprob: Tensor
-    entropy: Tensor  # in nats
-    logsumexp: Tensor
-    argmax: Tensor  # int64
+Impl = Literal["auto", "reference", "cpu", "triton", "dense"]
+DENSE_FROM = 0.0055  # of the vocabulary in the mean support: there a matmul takes over
+DENSE_MEAN = 256
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def score_support(
@@ -34,7 +32,15 @@ def score_support(
     logit_scale: float | None = None,
     softcap: float | None = None,
     head_dtype: torch.dtype = torch.float32,
+    plan: SupportPlan | None = None,
+    impl: Impl = "auto",
+    return_logsumexp: bool = False,
     return_support_logprobs: bool = False,
+    entropy_grad: bool = False,
+    main_grad: Tensor | None = None,
+    sparse_grad: bool = False,
+    shard: VocabShard | None = None,
+    check: bool = True,
 ) -> SupportScores:
     """Score each target under the policy, renormalised over its recorded support.
 
@@ -44,92 +50,155 @@ def score_support(
         logits = softcap * tanh(logits / softcap) / temperature
         logprob[t] = logits[t, targets[t]] - logsumexp(logits[t, S_t])
 
-    hidden [T, D] and weight [V, D] in any float dtype; targets [T] and support_ids [E] integers;
-    support_offsets [T + 1] int64, half-open, starting at 0; temperature a number or [T]; bias [V].
-    Sums are in fp32 (float64 for float64 inputs), whatever the caller's autocast. `head_dtype`
-    bfloat16 rounds each logit to bf16 first, as an engine with a bf16 head does. Differentiable in
-    hidden, weight and bias. A target outside its support scores -inf with zero gradient and is
-    counted in `outside`; so does an empty support.
+    hidden [T, D] and weight [V, D] in any float dtype and with any strides; targets [T] and
+    support_ids [E] integers; support_offsets [T + 1] integers, half-open, starting at 0;
+    temperature a number or [T]; bias [V]. Sums are in fp32 (float64 for float64 inputs), whatever
+    the caller's autocast. `head_dtype` bfloat16 rounds each logit to bf16 first, as an engine with
+    a bf16 head does.
 
-    Raises `ValueError` for shapes that do not fit, with both numbers.
+    A target outside its support scores -inf with zero gradient and is counted in `outside`; so
+    does an empty support. A support of one id that is the target scores exactly 0, costs nothing
+    and has no gradient. Select before arithmetic: ``loss = (x * logprob)[logprob > -inf].sum()``.
+
+    Gradients reach hidden, weight and bias through `logprob`, `entropy` and `support_logprobs`
+    ([E], with `return_support_logprobs`); `logsumexp` ([T], with `return_logsumexp`) has none.
+    `entropy_grad` tells that the loss uses the entropy, so that nothing is kept for the gradient of
+    the logprob alone ([T', D], of the tokens whose support is larger than one). The head's gradient
+    is a dense [V, D] in its dtype, or is added to `main_grad` ([V, D], fp32) in backward, or with
+    `sparse_grad` is a sparse tensor of the rows that occur. Two runs agree bitwise, and a
+    row alone scores as it does in a batch.
+
+    With `shard` the head is spread over ranks that score the same tokens: weight and bias are this
+    rank's rows, hidden gets the whole gradient on every rank. A DTensor without `shard` (FSDP2) is
+    gathered, and its gradient averaged over the ranks.
+
+    `plan` is what `replay.plan(support_ids, support_offsets)` made of these supports; with it
+    nothing waits for the device. Without it, `check=False` leaves out the search for ids that occur
+    twice in one support. `impl` is "triton" (the default on CUDA), "cpu" (the default elsewhere),
+    "dense" (matmuls over the whole vocabulary, the default on CUDA for supports of hundreds of ids
+    each, where it is faster) or "reference", the definition, which keeps [E, D] for backward.
+
+    Raises `ValueError` for shapes that do not fit, with both numbers, and what `plan` raises.
     """
-    _check_support(hidden, weight, targets, support_ids, support_offsets)
-    _check_temperature(temperature, len(targets))
-    return reference.score_support(
-        hidden,
-        weight,
-        targets,
-        support_ids,
-        support_offsets,
-        temperature=temperature,
+    weight = plain_head(weight, shard)
+    bias = None if bias is None else plain_head(bias, shard)
+    check_rows(hidden, weight, targets)
+    _check_rest(temperature, bias, main_grad, hidden, weight)
+    made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check, shard)
+    chosen = _choose(impl, made, hidden, weight, head_dtype)
+    if shard is not None and (return_support_logprobs or chosen == "reference"):
+        raise ValueError(
+            "shard goes with impl cpu, dense or triton, and without return_support_logprobs"
+        )
+    if chosen == "reference":
+        scores = reference.score_support(
+            hidden,
+            weight,
+            targets,
+            support_ids,
+            support_offsets,
+            temperature=temperature,
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            head_dtype=head_dtype,
+        )
+        return _requested(scores, return_logsumexp, return_support_logprobs)
+    if shard is not None:
+        made, targets = local_plan(made, shard, len(weight)), targets - shard.start
+    problem = Problem(
+        hidden=hidden,
+        weight=weight,
         bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        targets=targets.contiguous(),
+        temperature=temperature if isinstance(temperature, Tensor) else float(temperature),
+        logit_scale=None if logit_scale is None else float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
         head_dtype=head_dtype,
-        return_support_logprobs=return_support_logprobs,
+        plan=made,
+        work=made.all_work if return_logsumexp else made.work,
+    )
+    outputs = sparse.Outputs(
+        logsumexp=return_logsumexp,
+        support_logprobs=return_support_logprobs,
+        save=not entropy_grad,
+        main_grad=main_grad,
+        sparse_grad=sparse_grad,
+        shard=shard,
+    )
+    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
+        return sparse.score(problem, _backend(chosen), outputs)
+
+
+def _requested(scores: SupportScores, logsumexp: bool, support_logprobs: bool) -> SupportScores:
+    return scores._replace(
+        logsumexp=scores.logsumexp if logsumexp else None,
+        support_logprobs=scores.support_logprobs if support_logprobs else None,
     )
 
 
-def score_full(
+def _plan_for(
+    given: SupportPlan | None,
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    bias: Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    head_dtype: torch.dtype = torch.float32,
-) -> FullScores:
-    """Score each target over the whole vocabulary, in chunks of it: [T, V] never exists.
-
-    Arguments as for `score_support`. ``exp(score_full.logprob − score_support.logprob)`` is the
-    probability mass that the policy gives to the support.
-    """
-    _check_rows(hidden, weight, targets)
-    _check_temperature(temperature, len(targets))
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    with torch.autocast(hidden.device.type, enabled=False):
-        h = hidden.to(dtype)
-        stats = _Running(h.new_full((len(h),), -torch.inf))
-        for start in range(0, len(weight), VOCAB_CHUNK):
-            z = h @ weight[start : start + VOCAB_CHUNK].to(dtype).T  # [T, chunk]
-            if bias is not None:
-                z = z + bias[start : start + VOCAB_CHUNK].to(dtype)
-            stats.add(shape_logits(z, logit_scale, softcap, head_dtype) / divisor, start, targets)
-        return stats.scores()
+    ids: Tensor,
+    offsets: Tensor,
+    check: bool,
+    shard: VocabShard | None,
+) -> SupportPlan:
+    num_tokens, vocab_size = len(hidden), len(weight) if shard is None else None
+    if given is None:
+        if len(offsets) != num_tokens + 1:
+            raise ValueError(
+                f"{len(offsets)} support_offsets for {num_tokens} targets; must be one more"
+            )
+        return plan(ids, offsets, vocab_size, check=check)
+    for name, planned, got in [
+        ("tokens", given.num_tokens, num_tokens),
+        ("support_ids", given.num_entries, len(ids)),
+    ]:
+        if planned != got:
+            raise ValueError(f"the plan is for {planned} {name}, but there are {got}")
+    if vocab_size is not None and given.max_id >= vocab_size:
+        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {vocab_size})")
+    return given
 
 
-class _Running:
-    """Online softmax statistics over chunks of the vocabulary."""
-
-    def __init__(self, minus_inf: Tensor) -> None:
-        self.peak = minus_inf
-        self.mass = torch.zeros_like(minus_inf)  # sum of exp(z - peak)
-        self.weighted = torch.zeros_like(minus_inf)  # sum of exp(z - peak) * z
-        self.target = minus_inf
-        self.argmax = torch.zeros_like(minus_inf, dtype=torch.int64)
-
-    def add(self, z: Tensor, start: int, targets: Tensor) -> None:
-        top, index = z.detach().max(dim=1)
-        self.argmax = torch.where(top > self.peak, index + start, self.argmax)
-        peak = torch.maximum(self.peak, top)
-        shrink, p = (self.peak - peak).exp(), (z - peak[:, None]).exp()
-        self.mass = self.mass * shrink + p.sum(1)
-        self.weighted = self.weighted * shrink + (p * z).sum(1)
-        self.peak = peak
-        inside = (targets >= start) & (targets < start + z.shape[1])
-        column = torch.where(inside, targets - start, 0)
-        self.target = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), self.target)
-
-    def scores(self) -> FullScores:
-        logsumexp = self.peak + self.mass.log()
-        entropy = logsumexp - self.weighted / self.mass
-        return FullScores(self.target - logsumexp, entropy, logsumexp, self.argmax)
+def _choose(
+    impl: Impl, made: SupportPlan, hidden: Tensor, weight: Tensor, head_dtype: torch.dtype
+) -> str:
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl is {impl!r}, must be one of {', '.join(get_args(Impl))}")
+    if impl != "auto":
+        return impl
+    if not hidden.is_cuda:
+        return "cpu"
+    if not triton_fits(hidden, weight, head_dtype):
+        return "reference"
+    mean = made.num_entries / max(1, made.num_tokens)
+    return "dense" if mean > max(DENSE_MEAN, DENSE_FROM * len(weight)) else "triton"
 
 
-def _check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+def triton_fits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> bool:
+    dtypes = (hidden.dtype, weight.dtype, head_dtype)
+    return (
+        hidden.is_cuda
+        and all(dtype in TRITON_DTYPES for dtype in dtypes)
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def _backend(name: str) -> Backend:
+    if name == "cpu":
+        return sparse_cpu
+    if name == "dense":
+        return dense
+    from replay.kernels import launch  # triton takes a second to import
+
+    return launch
+
+
+def check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, D] and [V, D]"
@@ -138,24 +207,22 @@ def _check_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         raise ValueError(f"{list(targets.shape)} targets for {len(hidden)} rows of hidden")
 
 
-def _check_support(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, offsets: Tensor
-) -> None:
-    _check_rows(hidden, weight, targets)
-    if len(offsets) != len(targets) + 1:
-        raise ValueError(
-            f"{len(offsets)} support_offsets for {len(targets)} targets; must be one more"
-        )
-    first, last = (int(x) for x in offsets[[0, -1]].tolist())
-    if first != 0 or last != len(ids):
-        raise ValueError(
-            f"support_offsets run from {first} to {last}, but there are {len(ids)} support_ids"
-        )
-
-
-def _check_temperature(temperature: Any, num_tokens: int) -> None:
+def check_temperature(temperature: Any, num_tokens: int) -> None:
     if isinstance(temperature, Tensor):
         if temperature.shape != (num_tokens,):
             raise ValueError(f"temperature {list(temperature.shape)} for {num_tokens} targets")
     elif not temperature > 0:
         raise ValueError(f"temperature is {temperature}, must be positive")
+
+
+def _check_rest(
+    temperature: Any, bias: Tensor | None, main_grad: Tensor | None, hidden: Tensor, weight: Tensor
+) -> None:
+    check_temperature(temperature, len(hidden))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} for {len(weight)} rows of weight")
+    if main_grad is not None and (main_grad.shape != weight.shape or main_grad.stride(1) != 1):
+        raise ValueError(
+            f"main_grad {list(main_grad.shape)} for weight {list(weight.shape)}; "
+            "must have its shape, and rows without gaps"
+        )

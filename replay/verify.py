@@ -12,9 +12,10 @@ from torch import Tensor
 
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
+from replay.full import score_full
 from replay.policy import Policy
 from replay.reference import segments
-from replay.score import score_full, score_support
+from replay.score import score_support
 from replay.tokens import OK, Floats, TokenTable, recorded
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
@@ -98,6 +99,7 @@ def _scores(
         b.support_ids,
         b.support_offsets,
         return_support_logprobs=True,
+        check=False,  # duplicates are findings
         **head,
     )
     full = score_full(hidden, policy.weight, b.targets, **head)

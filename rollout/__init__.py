@@ -2,7 +2,8 @@
 
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.sglang.control import SGLangControl
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.errors import RolloutError
 from rollout.prompts import Chat, Prompt
 from rollout.reader import Run, open_run
@@ -23,6 +24,7 @@ __all__ = [
     "RolloutError",
     "Run",
     "RunWriter",
+    "SGLangControl",
     "SGLangEngine",
     "SamplingParams",
     "Support",

@@ -235,7 +235,7 @@ class _Asking:
                 trials += isinstance(error, EngineError) and not error.counts
                 elapsed = time.monotonic() - start
                 pause = pause_s(error, attempt - trials, failures[error.code], elapsed, self.retry)
-                if isinstance(error, SupportOverflow) and self.on_overflow == "lower_top_k":
+                if isinstance(error, SupportOverflow) and self._may_lower(params):
                     params, pause = _with_lower_top_k(params), 0.0
                 if pause is None:
                     return Outcome(request, None, error, attempt, tuple(aborted), error.body)
@@ -248,6 +248,9 @@ class _Asking:
                 return None
             attempt += 1
 
+    def _may_lower(self, params: SamplingParams) -> bool:
+        return self.on_overflow == "lower_top_k" and params.top_k != 1
+
 
 def _check_single_version(rollout: Rollout) -> None:
     versions = [span.version for span in rollout.weight_versions]
@@ -259,7 +262,7 @@ def _check_single_version(rollout: Rollout) -> None:
 
 
 def _with_lower_top_k(params: SamplingParams) -> SamplingParams:
-    """Half of it: how many ids tie is not known. A server never overflows on one id."""
+    """Half of it: how many ids tie is not known."""
     assert isinstance(params.top_k, int), "an engine that was asked has resolved it"
     return params.model_copy(update={"top_k": max(1, params.top_k // 2)})
 

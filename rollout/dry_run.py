@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.collect import Request, collect
 from rollout.config import CollectConfig, SGLangConfig
-from rollout.engines.sglang_doctor import Examination, examine
+from rollout.engines.sglang.doctor import Examination, examine
 from rollout.job import prepared
 from rollout.keeper import OnNote, prompt_difference
 from rollout.record import Rollout

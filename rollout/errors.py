@@ -36,7 +36,8 @@
     │   ├── PromptTokenCount         answered for another prompt than the one that was sent
     │   ├── SamplingMaskMissing      answered without the sampling mask
     │   ├── GenerationAborted        ended by the server before it was finished
-    │   └── WeightsMoved             sampled with more than one weight version, and that was refused
+    │   ├── WeightsMoved             sampled with more than one weight version, and that was refused
+    │   └── WeightVersionUnconfirmed the server has other weights than the ones that were set
     └── OverBudget                   more failures than the run was allowed
 
 Messages read *where: rule, got, wanted*, and say what to do next where there is something to do.
@@ -304,6 +305,12 @@ class SamplingMaskMissing(EngineError):
     """HTTP 200 without the sampling mask that was asked for."""
 
     code = "sampling_mask_missing"
+
+
+class WeightVersionUnconfirmed(EngineError):
+    """After a weight update the server names another version than the one that was set."""
+
+    code = "weight_version_unconfirmed"
 
 
 class GenerationAborted(EngineError):

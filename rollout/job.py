@@ -164,7 +164,7 @@ def make_engine(
 
         return EmbeddedEngine(config.model, engine)
     from rollout.engines.pool import EnginePool
-    from rollout.engines.sglang import SGLangEngine
+    from rollout.engines.sglang.engine import SGLangEngine
 
     servers = [
         SGLangEngine(

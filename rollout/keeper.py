@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.collect import Outcome, Request
-from rollout.config import CollectConfig
+from rollout.config import CollectConfig, SGLangConfig
 from rollout.errors import DataError, EngineDown
 from rollout.prompts import Prompt
 from rollout.record import Rollout, make_rollout_id
@@ -50,6 +50,7 @@ class Keeper:
         on_note: OnNote,
     ) -> None:
         self._on_note = on_note
+        self._told_of_support_logprobs = False
         self._writer = writer
         self._config = config
         self._progress = progress
@@ -97,6 +98,7 @@ class Keeper:
                 progress.done += 1
                 progress.output_tokens += outcome.rollout.num_output_tokens
                 self._compare_prompt(request.prompt, outcome.rollout)
+                self._look_for_support_logprobs(outcome.rollout)
                 return
         assert error is not None, "an outcome is a rollout or an error"
         if isinstance(error, DataError):
@@ -113,6 +115,16 @@ class Keeper:
         self._progress.prompts_differ += 1
         if self._progress.prompts_differ == 1:
             self._on_note(difference)
+
+    def _look_for_support_logprobs(self, rollout: Rollout) -> None:
+        engine = self._config.engine
+        wanted = isinstance(engine, SGLangConfig) and engine.support_logprobs
+        if wanted and rollout.support_logprobs is None and not self._told_of_support_logprobs:
+            self._told_of_support_logprobs = True
+            self._on_note(
+                "the server sends no logprobs of whole supports (SGLang does since 0.5.21): "
+                "replay will not know support_kl; engine.support_logprobs=false asks for none"
+            )
 
     def _store_aborted(self, outcome: Outcome) -> None:
         number = 0

@@ -14,10 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import hypothesis
 import pytest
 from builders import DATA
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look anything up
+
+# how long an example takes is the machine's business
+hypothesis.settings.register_profile("rollout", deadline=None)
+hypothesis.settings.load_profile("rollout")
 
 TESTS = Path(__file__).parent
 CACHE = Path("~/.cache/rollout").expanduser()

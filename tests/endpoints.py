@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from builders import DATA
 
-from rollout.engines.sglang_doctor import Examination, examine
+from rollout.engines.sglang.doctor import Examination, examine
 
 WIRE: dict[str, Any] = json.loads((DATA / "sglang_0.5.23_cpu_pytorch" / "wire.json").read_text())
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from cli.main import cli
 from rollout.collect import Request, collect, make_requests
 from rollout.config import PromptsConfig
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.prompts import load_prompts
 from rollout.record import Rollout
 from rollout.sampling import SamplingParams

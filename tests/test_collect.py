@@ -377,3 +377,10 @@ def test_a_support_over_the_cap_is_skipped_or_asked_for_with_half_the_top_k() ->
     assert outcome.rollout.top_k == asked[-1]
     assert json.loads(outcome.rollout.sampling_params)["top_k"] == asked[-1]
     assert heard == [overflow, overflow]
+
+
+def test_a_server_that_overflows_on_anything_is_given_up_at_one_id() -> None:
+    engine = ScriptedEngine(*[errors.SupportOverflow("always")] * 9)
+    (outcome,) = run(engine, 1, on_overflow="lower_top_k")
+    assert type(outcome.error) is errors.SupportOverflow
+    assert [params.top_k for _, params in engine.asked] == [4, 2, 1]

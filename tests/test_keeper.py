@@ -25,7 +25,9 @@ def collect(
     """Three rollouts of one prompt; the engine's ids for it are `theirs`, unless it took ours."""
     prompt = Prompt("4", np.array(ours, np.int32))
     ids = None if theirs is None else np.array(theirs, np.int32)
-    engine = ScriptedEngine(*[make_completion(prompt_ids=ids)] * 3)
+    per_id = np.log(np.array([0.75, 0.25, 1], np.float32))
+    completion = make_completion(prompt_ids=ids, support_logprobs=per_id)
+    engine = ScriptedEngine(*[completion] * 3)
     notes: list[str] = []
 
     async def run() -> Progress:
@@ -57,6 +59,20 @@ def test_a_prompt_that_the_engine_rendered_otherwise_is_told_once_and_its_ids_ar
     (note,) = notes
     assert note.startswith(f"prompt 4: {words}; the engine's ids are recorded")
     assert [r.prompt_ids.tolist() for r in open_run(tmp_path)] == [theirs] * 3
+
+
+def test_a_server_that_ignores_support_mode_is_told_of_once(tmp_path: Path) -> None:
+    engine = ScriptedEngine(*[make_completion()] * 2)
+    notes: list[str] = []
+
+    async def run() -> None:
+        wanted = [Request(Prompt("4", np.array([1], np.int32)), i) for i in range(2)]
+        with RunWriter(tmp_path, {}) as writer:
+            await collect_into(writer, engine, wanted, CONFIG, on_note=notes.append)
+
+    asyncio.run(run())
+    (note,) = notes
+    assert note.startswith("the server sends no logprobs of whole supports")
 
 
 @pytest.mark.parametrize("theirs", [None, [1, 2, 3]], ids=["ours", "the same"])

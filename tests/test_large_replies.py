@@ -31,9 +31,9 @@ from faults import (
 
 from rollout import errors
 from rollout.collect import Request
-from rollout.engines.parse_process import ParseProcess
-from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_reply import parse_reply
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.parse_process import ParseProcess
+from rollout.engines.sglang.reply import parse_reply
 from rollout.job import collect_into
 from rollout.keeper import Progress
 from rollout.prompts import Prompt

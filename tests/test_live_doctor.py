@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from live import collect_run
 
 from cli.main import cli
 
@@ -20,7 +21,7 @@ OF_THE_SERVER = {
     "top_k": "at most 4096",
     "speculative decoding": "off",
     "deterministic": "off",
-    "custom logit processors": "off",
+    "custom logit processors": "on",
     "weight version": "default",
     "mask on /generate": "yes",
     "mask on /v1/chat/completions": "yes",
@@ -76,6 +77,12 @@ def test_smg_passes_the_mask_but_not_every_sampling_field(smg_url: str, smollm2_
     }
 
 
-def test_rollouts_can_be_collected_through_smg(smg_url: str) -> None:
+def test_rollouts_can_be_collected_through_smg(
+    smg_url: str, smollm2_path: Path, tmp_path: Path
+) -> None:
     code, found, _, _ = doctor(smg_url)
     assert (code, found["usable"], found["config"]["engine"]["url"]) == (0, True, smg_url)
+    for route in ("generate", "chat"):
+        options = ("prompts.limit=2", "sampling.max_new_tokens=8", f"engine.route={route}")
+        stats = collect_run(smg_url, smollm2_path, tmp_path / route, *options)
+        assert (stats["rollouts"], stats["last_command"]["prompts_differ"]) == (2, 0)

@@ -13,7 +13,7 @@ import pytest
 from builders import make_prompt
 from live import VOCAB_SIZE, collect_mixed, collect_run, replay_run, requests
 
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.errors import IdOutsideVocabulary
 from rollout.reader import open_run
 from rollout.sampling import SamplingParams

@@ -12,8 +12,8 @@ import transformers
 from builders import make_rollout
 
 from replay.batch import pack
+from replay.full import score_full
 from replay.policy import Policy, _check_head, _check_packing
-from replay.score import score_full
 from rollout.errors import ConfigError, PolicyError
 from rollout.record import Rollout
 from rollout.support import Support

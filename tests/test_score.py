@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replay import score_full, score_support
+from replay import plan, score_full, score_support
 from replay.reference import SupportScores
 
 Z5 = [3.0, 2.0, 1.0, 0.0, -1.0]
@@ -214,30 +214,6 @@ def test_gradients_equal_the_materialised_computation(p: dict[str, Any]) -> None
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 8191, 8192, 8193, 20000], ids=str)
-def test_full_scores_do_not_depend_on_the_chunks(vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    hidden = torch.randn(5, 12, generator=generator)
-    weight = torch.randn(vocab_size, 12, generator=generator)
-    targets = torch.randint(vocab_size, (5,), generator=generator)
-    got = score_full(hidden, weight, targets, temperature=0.8)
-    z = hidden.double() @ weight.double().T / 0.8
-    logprobs = z.log_softmax(1)
-    wanted = {
-        "logprob": logprobs.gather(1, targets[:, None]).squeeze(1),
-        "entropy": -(logprobs.exp() * logprobs).sum(1),
-        "logsumexp": z.logsumexp(1),
-    }
-    for name, value in wanted.items():
-        torch.testing.assert_close(getattr(got, name).double(), value, atol=2e-5, rtol=0)
-    assert got.argmax.tolist() == z.argmax(1).tolist()
-
-
-def test_padding_of_the_last_chunk_is_not_counted() -> None:
-    got = score_full(torch.zeros(1, 3), torch.zeros(1000, 3), torch.tensor([7]))
-    assert got.logprob.item() == pytest.approx(-6.907755, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -250,6 +226,22 @@ def test_padding_of_the_last_chunk_is_not_counted() -> None:
             {"support_offsets": torch.tensor([0, 1, 4])},
             "from 0 to 4, but there are 3 support_ids",
             id="offsets and ids",
+        ),
+        pytest.param({"bias": torch.ones(3)}, r"bias \[3\] for 5 rows", id="bias"),
+        pytest.param({"main_grad": torch.ones(3, 3)}, r"main_grad \[3, 3\]", id="main_grad"),
+        pytest.param({"impl": "cuda"}, "impl is 'cuda', must be", id="impl"),
+        pytest.param(
+            {"plan": plan(torch.tensor([1]), torch.tensor([0, 1]))},
+            "plan is for 1 tokens, but there are 2",
+            id="plan of others",
+        ),
+        pytest.param(
+            {"plan": plan(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 3]))},
+            r"id 5, must be in \[0, 5\)",
+            id="plan of a larger vocabulary",
+        ),
+        pytest.param(
+            {"support_ids": torch.tensor([1, 2, 2])}, "token 1 has id 2 twice", id="duplicate"
         ),
         pytest.param({"temperature": 0.0}, "temperature is 0.0", id="temperature"),
         pytest.param({"temperature": torch.ones(3)}, r"temperature \[3\] for 2", id="per token"),

@@ -17,8 +17,8 @@ import msgspec
 from pydantic import ValidationError
 
 from rollout.blocks import explain
-from rollout.engines.json_rows import ids_array
-from rollout.engines.sglang_reply import Reply, completion
+from rollout.engines.sglang.json_rows import ids_array
+from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
 from rollout.record import Rollout
 from rollout.sampling import SamplingParams, canonical_json

@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from rollout.engines.base import Completion, EngineInfo
-from rollout.engines.parse_process import ParseProcess
-from rollout.engines.sglang_http import MODEL_PATHS, SERVER_PATHS, SGLangHttp, retry_after_s
-from rollout.engines.sglang_routes import ROUTES, RouteName
-from rollout.engines.sglang_rules import ServerRules
+from rollout.engines.sglang.http import MODEL_PATHS, SERVER_PATHS, SGLangHttp, retry_after_s
+from rollout.engines.sglang.parse_process import ParseProcess
+from rollout.engines.sglang.routes import ROUTES, RouteName
+from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import (
     EngineError,
     EngineRefused,

@@ -23,7 +23,7 @@ from endpoints import (
 from rollout import errors
 from rollout.config import CollectConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 ROUTER_PAGES = {
     "/get_server_info": {"router_manager": True, "routers_count": 1, "workers_count": 1},

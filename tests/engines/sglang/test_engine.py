@@ -13,7 +13,7 @@ from aiohttp import web
 from builders import DATA, make_prompt
 
 from rollout import errors
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.prompts import Chat
 from rollout.sampling import SamplingParams
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from rollout.engines.base import Completion
-from rollout.engines.sglang_http import Answer, SGLangHttp
-from rollout.engines.sglang_reply import error_words, parse_reply
+from rollout.engines.sglang.http import Answer, SGLangHttp
+from rollout.engines.sglang.reply import error_words, parse_reply
 from rollout.errors import EngineRefused, RolloutError, SamplingMaskMissing
 
 PROMPT = [1]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rollout.engines.sglang_http import MODEL_PATHS, SERVER_PATHS, SGLangHttp
-from rollout.engines.sglang_probes import Sampled
-from rollout.engines.sglang_rules import ServerRules
+from rollout.engines.sglang.http import MODEL_PATHS, SERVER_PATHS, SGLangHttp
+from rollout.engines.sglang.probes import Sampled
+from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import EngineError, EngineRefused, ReplyMalformed
 
 SMG_HEADERS = ("x-smg-routed-worker-id", "x-smg-error-code")

@@ -13,8 +13,8 @@ import pytest
 from builders import DATA, RECORDED, make_prompt
 
 from rollout import errors
-from rollout.engines.sglang_reply import parse_chat_reply
-from rollout.engines.sglang_routes import BAN_PROCESSOR, ROUTES
+from rollout.engines.sglang.reply import parse_chat_reply
+from rollout.engines.sglang.routes import BAN_PROCESSOR, ROUTES
 from rollout.prompts import Chat
 from rollout.sampling import SamplingParams
 

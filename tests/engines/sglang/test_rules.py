@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollout import errors
-from rollout.engines.sglang_reply import parse_reply
-from rollout.engines.sglang_rules import ServerRules
+from rollout.engines.sglang.reply import parse_chat_reply, parse_reply
+from rollout.engines.sglang.rules import ServerRules
 from rollout.sampling import SamplingParams
 
 
@@ -180,6 +180,21 @@ REJECTIONS = {  # the server's words: (status, error)
         400, errors.EngineRefused),
     "Beam search does not support sampling-mask/routed-experts returns.": (
         400, errors.EngineRefused),
+    "return_sampling_mask with speculative decoding does not support min_p.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask is not supported with simulated speculative acceptance.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask with DFlash requires acceptance thresholds of 1.0.": (
+        400, errors.EngineRefused),
+    "return_sampling_mask with non-greedy DFlash decoding requires sampling verification support.":
+        (400, errors.EngineRefused),
+    "The server is not configured to enable custom logit processor. Please set": (
+        400, errors.EngineRefused),
+    "Input should be 'selected' or 'support'": (400, errors.EngineRefused),
+    "does not support request-level return_sampling_mask": (400, errors.EngineRefused),
+    "return_sampling_mask requires return_meta_info=true.": (400, errors.EngineRefused),
+    "return_meta_info is not supported with streaming. Please set stream=false when using": (
+        400, errors.EngineRefused),
     "Sampling support exceeds --sampling-mask-max-tokens=4096, commonly because of cutoff ties.": (
         400, errors.SupportOverflow),
     "The sampling backend selected a token outside its captured sampling support.": (
@@ -197,3 +212,5 @@ def test_every_rejection_is_told_apart_with_the_servers_words(words: str, envelo
         parse_reply(status, (envelope % words).encode())
     assert type(caught.value) is error
     assert words in str(caught.value)
+    with pytest.raises(error):
+        parse_chat_reply(status, (envelope % words).encode())

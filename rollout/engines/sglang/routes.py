@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from rollout.engines.base import Completion
-from rollout.engines.sglang_reply import parse_chat_reply, parse_reply
+from rollout.engines.sglang.reply import parse_chat_reply, parse_reply
 from rollout.errors import ConfigError
 from rollout.prompts import Prompt
 from rollout.sampling import SamplingParams

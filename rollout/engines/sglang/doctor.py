@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_endpoint import Endpoint, check_sglang, read_endpoint
-from rollout.engines.sglang_http import SGLangHttp
-from rollout.engines.sglang_probes import (
+from rollout.engines.sglang.endpoint import Endpoint, check_sglang, read_endpoint
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.http import SGLangHttp
+from rollout.engines.sglang.probes import (
     Probe,
     Sampled,
     full_logprobs,
@@ -22,7 +22,7 @@ from rollout.engines.sglang_probes import (
     seeds,
     support_logprobs,
 )
-from rollout.engines.sglang_rules import ServerRules
+from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import EngineError
 from rollout.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from rollout.engines.sglang_reply import error_words
+from rollout.engines.sglang.reply import error_words
 from rollout.errors import EngineRefused, EngineUnreachable, ReplyMalformed
 
 CONNECT_TIMEOUT_S = 10.0

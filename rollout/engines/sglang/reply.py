@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.base import Completion
-from rollout.engines.json_rows import float_rows, id_rows, ids_array
-from rollout.engines.sglang_rules import refusal
+from rollout.engines.sglang.json_rows import float_rows, id_rows, ids_array
+from rollout.engines.sglang.rules import refusal
 from rollout.errors import (
     EngineBusy,
     EngineFailed,

@@ -1,0 +1,1 @@
+"""The sparse path and the statistics pass in Triton. Nothing else in `replay` names triton."""

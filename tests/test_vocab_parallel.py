@@ -1,0 +1,99 @@
+"""Two processes that share a head score as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from supports import LEAVES, cotangent, problem, ragged
+from torch import Tensor
+
+from replay import SupportScores, VocabShard, score_support
+
+SIZES = [1, 0, 2, 40, *ragged(20, 31)]
+VOCAB, CUT = 40, 13  # rank 0 owns ids below CUT
+
+
+def test_two_processes_score_as_one(tmp_path: Path) -> None:
+    mp.spawn(rank_of_two, args=(str(tmp_path / "meeting"),), nprocs=2)
+
+
+def rank_of_two(rank: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    try:
+        for entropy in (False, True):
+            sharded_head(rank, entropy)
+        ranks_without_ids_are_neutral(rank)
+        gathered_head(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def scores_and_grads(
+    p: dict[str, Any], entropy: bool, **options: Any
+) -> tuple[SupportScores, list[Tensor]]:
+    leaves = [p[name].detach().requires_grad_() for name in LEAVES]
+    scores = score_support(
+        **(p | dict(zip(LEAVES, leaves, strict=True))), return_logsumexp=not entropy, **options
+    )
+    inside = scores.logprob > -torch.inf
+    loss = (scores.logprob * cotangent(scores.logprob, 1))[inside].sum()
+    if entropy:
+        loss = loss + (scores.entropy * cotangent(scores.entropy, 2)).sum()
+    return scores, list(torch.autograd.grad(loss, leaves))
+
+
+def shard_of(p: dict[str, Any], rank: int, cut: int) -> tuple[dict[str, Any], slice]:
+    rows = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
+    return p | {"weight": p["weight"][rows], "bias": p["bias"][rows]}, rows
+
+
+def sharded_head(rank: int, entropy: bool, cut: int = CUT) -> None:
+    p = problem(SIZES, VOCAB, 8)
+    wanted, (hidden, weight, bias) = scores_and_grads(p, entropy, softcap=5.0)
+    mine, rows = shard_of(p, rank, cut)
+    shard = VocabShard(rows.start, dist.group.WORLD)
+    got, grads = scores_and_grads(mine, entropy, softcap=5.0, shard=shard)
+    for name in ("logprob", "entropy") + (() if entropy else ("logsumexp",)):
+        torch.testing.assert_close(getattr(got, name), getattr(wanted, name), atol=2e-6, rtol=0)
+    assert int(got.outside) == int(wanted.outside)
+    alone = torch.tensor(SIZES) == 1
+    assert torch.equal(got.logprob[alone], wanted.logprob[alone])
+    for a, b in zip(grads, (hidden, weight[rows], bias[rows]), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def ranks_without_ids_are_neutral(rank: int) -> None:
+    sharded_head(rank, False, cut=1)
+
+
+def gathered_head(rank: int) -> None:
+    """As FSDP2 shards it: each rank has tokens of its own; the head's gradient is their mean."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [problem(SIZES, VOCAB, 8, seed=seed) for seed in (0, 1)]
+    for part in parts:
+        part["weight"] = parts[0]["weight"]
+    wanted = sum(scores_and_grads(part, False)[1][1] for part in parts) / 2
+    weight = distribute_tensor(parts[0]["weight"].clone(), mesh, [Shard(0)]).requires_grad_()
+    p = parts[rank]
+    scores = score_support(**(p | {"weight": weight}))
+    inside = scores.logprob > -torch.inf
+    (scores.logprob * cotangent(scores.logprob, 1))[inside].sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"return_support_logprobs": True}, {"impl": "reference"}], ids=["by id", "impl"]
+)
+def test_what_a_shard_cannot_do_is_refused(options: dict[str, Any]) -> None:
+    p = problem([2], 5, 3)
+    with pytest.raises(ValueError, match="shard goes with"):
+        score_support(**p, shard=VocabShard(0, None), **options)  # type: ignore[arg-type]
