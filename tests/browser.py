@@ -89,7 +89,7 @@ class Browser:
 
     def _end_process(self) -> None:
         self._loop.close()
-        os.killpg(self._process.pid, signal.SIGTERM)
+        os.killpg(self._process.pid, signal.SIGKILL)  # or its children still write to the folder
         self._process.wait(timeout=20)
         self._folder.cleanup()
 
