@@ -12,7 +12,7 @@ from replay import dense, reference, sparse, sparse_cpu
 from replay.problem import Backend, Problem
 from replay.reference import SupportScores
 from replay.support_plan import SupportPlan, plan
-from replay.vocab_parallel import VocabShard, local_plan, plain_head
+from replay.vocab_parallel import VocabShard, plain_head
 
 Impl = Literal["auto", "reference", "cpu", "triton", "dense"]
 DENSE_FROM = 0.0055  # of the vocabulary in the mean support: there a matmul takes over
@@ -105,7 +105,7 @@ def score_support(
         )
         return _requested(scores, return_logsumexp, return_support_logprobs)
     if shard is not None:
-        made, targets = local_plan(made, shard, len(weight)), targets - shard.start
+        made, targets = made.part(shard.start, len(weight)), targets - shard.start
     problem = Problem(
         hidden=hidden,
         weight=weight,

@@ -106,12 +106,26 @@ def _weight_grad(
     if outputs.sparse_grad:
         values = weight.new_empty(len(edges.rows), weight.shape[1])
         backend.head_backward(problem, coefficients, HeadGrad(values, scatter=False))
-        return torch.sparse_coo_tensor(
-            edges.rows[None], values, weight.shape, is_coalesced=True, check_invariants=False
-        )
+        return _rows_of(weight.shape, edges.rows, values)
     dense = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     backend.head_backward(problem, coefficients, HeadGrad(dense, scatter=True, blank=True))
     return dense
+
+
+def _rows_of(shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor:
+    """torch.sparse_coo_tensor warns on torch 2.11 and 2.12 whatever `check_invariants` says."""
+    made: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        1,
+        shape,
+        rows[None],
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=True,
+    )
+    return made
 
 
 def _bias_grad(problem: Problem, coefficients: Tensor) -> Tensor:

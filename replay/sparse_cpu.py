@@ -81,6 +81,8 @@ def coefficients(p: Problem, scores: Forward, grads: ScoreGrads) -> Tensor:
     rows = p.plan.tokens
     log_p = scores.z - scores.logsumexp[rows]
     weight = log_p.exp()
+    if p.plan.whole:  # a logsumexp of 20 is off by 1e-6, and so would be every weight
+        weight /= segments("sum", weight, p.plan.counts)[rows]
     c = torch.zeros_like(scores.z)
     if grads.logprob is not None:
         inside = scores.logprob > -torch.inf

@@ -2,7 +2,9 @@
 
 A support of K ids is cut into tiles of at most `TILE`, one program each; the entries that name one
 head row, brought together by a sort, into pieces of at most `PIECE`. Both lists begin with the
-longest, so that none is left alone at the end. Nothing here depends on scores or targets.
+longest, so that none is left alone at the end. Runs of several pieces leave partial rows behind;
+they are launched in waves that share one buffer of `WAVE` rows. Nothing here depends on scores or
+targets.
 """
 
 from __future__ import annotations
@@ -16,6 +18,16 @@ from torch import Tensor
 
 TILE = 64
 PIECE = 128
+WAVE = 8192
+
+
+class Wave(NamedTuple):
+    """What is launched together. Its slots follow each other; the last wave has the short runs."""
+
+    items: slice
+    splits: slice
+    first_slot: int
+    num_slots: int
 
 
 class Pieces(NamedTuple):
@@ -24,6 +36,16 @@ class Pieces(NamedTuple):
     items: Tensor  # [N, 4] int64: label, first element, elements, slot
     splits: Tensor  # [M, 3] int64: label, first slot, slots: runs of more than one piece
     num_slots: int
+    waves: tuple[Wave, ...]
+
+    @property
+    def most_slots(self) -> int:
+        """Of one wave."""
+        return max(wave.num_slots for wave in self.waves)
+
+    @property
+    def at_once(self) -> Wave:
+        return Wave(slice(None), slice(None), 0, self.num_slots)
 
 
 class Work(NamedTuple):
@@ -52,7 +74,9 @@ class SupportPlan:
     offsets: Tensor  # [T + 1] int64
     max_id: int  # -1 without ids
     needed: Tensor | None = None  # [T] bool: who needs logits, instead of all but the singletons
+    whole: bool = True  # not one rank's part of supports that others hold the rest of
     _absent: dict[int, Tensor] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], SupportPlan] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +130,24 @@ class SupportPlan:
             missing[self.edges.rows] = False
             self._absent[vocab_size] = missing.nonzero().squeeze(1)
         return self._absent[vocab_size]
+
+    def part(self, start: int, num_rows: int) -> SupportPlan:
+        """The entries in [start, start + num_rows), renumbered: what a rank with those rows owns.
+
+        A singleton is known to all ranks without work.
+        """
+        if (start, num_rows) not in self._parts:
+            own = (self.ids >= start) & (self.ids < start + num_rows)
+            before = torch.cat([own.new_zeros(1, dtype=torch.int64), own.cumsum(0)])
+            offsets = before[self.offsets]
+            self._parts[start, num_rows] = SupportPlan(
+                self.ids[own] - start,
+                offsets,
+                num_rows - 1,
+                needed=(offsets.diff() > 0) & (self.counts > 1),
+                whole=False,
+            )
+        return self._parts[start, num_rows]
 
 
 def plan(
@@ -188,12 +230,29 @@ def _cut(label: Tensor, start: Tensor, count: Tensor, size: int) -> Pieces:
     split = (pieces > 1).nonzero().squeeze(1)
     splits = torch.stack([label[split], first[split], pieces[split]], 1)
     num_slots = int(pieces[split].sum())
-    return Pieces(items, splits, num_slots)
+    return Pieces(items, splits, num_slots, _waves(splits, num_slots, len(items)))
+
+
+def _waves(splits: Tensor, num_slots: int, num_items: int) -> tuple[Wave, ...]:
+    """As many whole runs at a time as have `WAVE` slots; a longer run is a wave of its own."""
+    waves, run, slot = [], 0, 0
+    if num_slots > WAVE:
+        ends = (splits[:, 1] + splits[:, 2]).cpu()
+        while num_slots - slot > WAVE:
+            stop = max(run + 1, int(torch.searchsorted(ends, slot + WAVE, right=True)))
+            end = int(ends[stop - 1])
+            waves.append(Wave(slice(slot, end), slice(run, stop), slot, end - slot))
+            run, slot = stop, end
+    rest = Wave(slice(slot, num_items), slice(run, len(splits)), slot, num_slots - slot)
+    return (*waves, rest)
 
 
 def _together(pieces: Pieces, token: Tensor) -> Pieces:
     """Pieces of about one length in the order of their tokens, whose rows the cache then holds."""
     _, start, length, _ = pieces.items.unbind(1)
+    if not len(start):
+        return pieces
     size = length.float().log2().ceil().long()
-    order = (token[start] - size * (token.max() + 1)).argsort() if len(start) else start
+    key = token[start] - size * (token.max() + 1)
+    order = torch.cat([wave.items.start + key[wave.items].argsort() for wave in pieces.waves])
     return pieces._replace(items=pieces.items[order])

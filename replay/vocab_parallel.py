@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from replay.problem import Forward
-from replay.reference import segments
-from replay.support_plan import SupportPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +18,6 @@ class VocabShard:
 
     start: int
     group: dist.ProcessGroup
-
-
-def local_plan(plan: SupportPlan, shard: VocabShard, num_rows: int) -> SupportPlan:
-    """The entries that this rank owns, renumbered. A singleton is known to all without work."""
-    own = (plan.ids >= shard.start) & (plan.ids < shard.start + num_rows)
-    counts = segments("sum", own.float(), plan.counts).long()
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    ids = plan.ids[own] - shard.start
-    return SupportPlan(ids, offsets, num_rows - 1, needed=(counts > 0) & (plan.counts > 1))
 
 
 def merge(own: Forward, shard: VocabShard) -> Forward:

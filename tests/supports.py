@@ -45,6 +45,15 @@ def ragged(num_tokens: int, largest: int, seed: int = 0) -> list[int]:
     return torch.randint(0, largest + 1, (num_tokens,), generator=generator).tolist()
 
 
+def first_rows(p: dict[str, Any], count: int) -> dict[str, Any]:
+    end = int(p["support_offsets"][count])
+    part = p | {name: p[name][:count] for name in ("hidden", "targets", "temperature")}
+    return part | {
+        "support_ids": p["support_ids"][:end],
+        "support_offsets": p["support_offsets"][: count + 1],
+    }
+
+
 def in_float64(p: dict[str, Any]) -> dict[str, Any]:
     return {k: v.double() if v.is_floating_point() else v for k, v in p.items()}
 
@@ -72,8 +81,11 @@ def score_with_gradients(
 
 
 def cotangent(like: Tensor, seed: int) -> Tensor:
+    """The same numbers for the first rows of a batch as for all of it: randn alone gives others."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+    drawn = torch.randn(2**17, generator=generator)[: len(like)]
+    assert len(drawn) == len(like)
+    return drawn.to(like.device, like.dtype)
 
 
 def assert_within_budget(truth: Tensor, torch_s: Tensor, got: Tensor, tolerance: float) -> None:

@@ -10,6 +10,8 @@ import torch
 from supports import (
     LEAVES,
     assert_within_budget,
+    cotangent,
+    first_rows,
     in_float64,
     problem,
     ragged,
@@ -159,9 +161,7 @@ def test_the_head_s_gradient_in_three_forms() -> None:
             **(p | {"weight": weight, "hidden": hidden}), impl="triton", **options
         )
         inside = scores.logprob > -torch.inf
-        generator = torch.Generator().manual_seed(1)
-        weights = torch.randn(scores.logprob.shape, generator=generator).to(DEVICE)
-        (scores.logprob * weights)[inside].sum().backward()
+        (scores.logprob * cotangent(scores.logprob, 1))[inside].sum().backward()
         if "main_grad" in options:
             assert weight.grad is None
             torch.testing.assert_close(options["main_grad"], before + dense)
@@ -184,15 +184,88 @@ def test_a_row_alone_scores_as_in_a_batch() -> None:
     sizes = [9, 1, 3] if INTERPRETED else [300, *ragged(63, 200)]
     p = problem(sizes, max(sizes), 5 if INTERPRETED else 1000, device=DEVICE)
     whole, (grad, _, _) = score_with_gradients(p, impl="triton")
-    for first in (1,) if INTERPRETED else (1, 7, 64):
-        end = int(p["support_offsets"][first])
-        part = p | {name: p[name][:first] for name in ("hidden", "targets", "temperature")}
-        part |= {"support_ids": p["support_ids"][:end]}
-        part |= {"support_offsets": p["support_offsets"][: first + 1]}
-        alone, (grad_alone, _, _) = score_with_gradients(part, impl="triton")
-        assert torch.equal(alone.logprob, whole.logprob[:first])
-        assert torch.equal(alone.entropy, whole.entropy[:first])
-        assert torch.equal(grad_alone[0], grad[0])
+    for count in (1,) if INTERPRETED else (1, 7, 64):
+        alone, (grad_alone, _, _) = score_with_gradients(first_rows(p, count), impl="triton")
+        assert torch.equal(alone.logprob, whole.logprob[:count])
+        assert torch.equal(alone.entropy, whole.entropy[:count])
+        assert torch.equal(grad_alone, grad[:count])
+
+
+@pytest.mark.parametrize("options", [{}, {"entropy": True}], ids=["plain", "entropy"])
+def test_waves_do_not_show(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem([9, 4, 1, 10] if INTERPRETED else ragged(300, 300), 305, 5, device=DEVICE)
+    runs = []
+    for wave in (8192, 3):
+        monkeypatch.setattr("replay.support_plan.WAVE", wave)
+        made = replay.plan(p["support_ids"], p["support_offsets"])
+        assert (len(made.work.tiles.waves) > 1) == (wave == 3)
+        runs.append(score_with_gradients(p, impl="triton", plan=made, **options))
+    (one, grads), (several, wave_grads) = runs
+    assert torch.equal(one.logprob, several.logprob)
+    assert torch.equal(one.entropy, several.entropy)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wave_grads, strict=True))
+
+
+def score_logits(
+    z: torch.Tensor, targets: list[int], rows: list[list[int]], **options: Any
+) -> replay.SupportScores:
+    """Scores for given logits: an identity head makes the hidden state the logits."""
+    tensors = (
+        torch.eye(z.shape[1]),
+        torch.tensor(targets),
+        torch.tensor([i for row in rows for i in row]),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+    )
+    return score_support(z, *(t.to(DEVICE) for t in tensors), impl="triton", **options)
+
+
+def test_literal_scores() -> None:
+    z = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]] * 5, device=DEVICE).requires_grad_()
+    rows = [[0, 1], [0, 1, 2], [2], [], [0, 1, 2, 3, 4]]
+    got = score_logits(z, [1, 1, 2, 0, 1], rows)
+    wanted = [-1.313262, -1.407606, 0.0, -torch.inf, -1.451914]
+    assert got.logprob.tolist() == pytest.approx(wanted, abs=1e-6)
+    entropies = [0.582203, 0.832396, 0.0, 0.0, 0.999973]
+    assert got.entropy.tolist() == pytest.approx(entropies, abs=1e-6)
+    assert int(got.outside) == 1
+    got.logprob[got.logprob > -torch.inf].sum().backward()
+    assert z.grad is not None
+    assert z.grad[0].tolist() == pytest.approx([-0.731059, 0.731059, 0, 0, 0], abs=1e-6)
+    assert not z.grad[2:4].any()
+    got = score_logits(z.detach()[:1], [1], [[0, 1]], temperature=0.5)
+    assert got.logprob.item() == pytest.approx(-2.126928, abs=1e-6)
+
+
+def test_fp16_inputs_do_not_overflow() -> None:
+    hidden, weight = torch.tensor([[300.0]]), torch.tensor([[300.0], [299.0]])
+    supports = (torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0, 2]))
+    arguments = (hidden.half(), weight.half(), *supports)
+    got = score_support(*(t.to(DEVICE) for t in arguments), impl="triton")
+    assert got.logprob.item() == -300.0
+
+
+@cuda_only
+@pytest.mark.parametrize("dim", [1, 17, 80, 96, 2880])
+def test_sizes_that_no_block_divides(dim: int) -> None:
+    for vocab_size in (1, 2, 31, 129, 1000, 50257):
+        sizes = [k for k in (1, 3, 64, 65, 1000) if k <= vocab_size]
+        p = problem(sizes, vocab_size, dim, device=DEVICE)
+        got, wanted = score_support(**p, impl="triton"), score_support(**in_float64(p))
+        torch.testing.assert_close(got.logprob.double(), wanted.logprob, atol=1e-5, rtol=0)
+    flat = score_logits(torch.zeros(1, 1000, device=DEVICE), [7], [list(range(1000))])
+    assert flat.logprob.item() == pytest.approx(-6.907755, abs=1e-6)
+
+
+@cuda_only
+def test_training_needs_little_beside_the_head_s_gradient() -> None:
+    p = problem([20] * 8192, 151_936, 1024, torch.bfloat16, DEVICE)
+    leaves = {name: p[name].requires_grad_() for name in ("hidden", "weight")}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = score_support(**(p | leaves))
+    scores.logprob[scores.logprob > -torch.inf].sum().backward()
+    head_grad = 2 * p["weight"].numel()
+    assert torch.cuda.max_memory_allocated() - before - head_grad < 150e6
 
 
 def cuda() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from replay import plan, score_full, score_support
 from replay.reference import SupportScores
+from rollout.support import Support
 
 Z5 = [3.0, 2.0, 1.0, 0.0, -1.0]
 
@@ -89,6 +91,46 @@ def test_a_target_outside_a_full_row_does_not_look_like_a_logprob() -> None:
     """The naive formula gives an ordinary-looking −0.13 here."""
     got = score_logits([[3.0, 1.0, 5.0]], [2], [[0, 1]])
     assert (got.logprob.item(), got.outside.item()) == (-math.inf, 1)
+
+
+def test_a_loss_that_selects_before_arithmetic_is_finite() -> None:
+    """One target outside its support: three ratios of 1 remain, and no NaN reaches a weight."""
+    hidden, weight = torch.tensor([Z5] * 4, requires_grad=True), torch.eye(5, requires_grad=True)
+    supports = (torch.tensor([0, 1, 0, 1, 0, 1, 0, 1]), torch.tensor([0, 2, 4, 6, 8]))
+    got = score_support(hidden, weight, torch.tensor([1, 1, 4, 1]), *supports)
+    inside = got.logprob > -math.inf
+    ratio = torch.exp(got.logprob[inside] + 1.313262)
+    (ratio.mean() + got.entropy.mean()).backward()
+    assert (ratio.mean().item(), int(got.outside)) == (pytest.approx(1.0, abs=1e-6), 1)
+    for leaf in (hidden, weight):
+        assert leaf.grad is not None and torch.isfinite(leaf.grad).all()
+
+
+def test_entropy_has_a_finite_gradient_inside_the_support() -> None:
+    z = torch.tensor([Z5] * 2, requires_grad=True)
+    score_logits(z, [0, 2], [[0, 1, 2], [2]]).entropy.sum().backward()
+    assert z.grad is not None
+    wanted = [-0.282588, 0.140770, 0.141817, 0, 0]  # -p (log p + H), by hand
+    assert z.grad[0].tolist() == pytest.approx(wanted, abs=1e-6)
+    assert z.grad[1].tolist() == [0.0] * 5
+
+
+def test_context_parallel_ranks_score_as_one() -> None:
+    """Zigzag: rows 0, 1, 6, 7 and 2, 3, 4, 5 of eight."""
+    z = torch.randn(8, 9, generator=torch.Generator().manual_seed(0))
+    support = Support.from_rows([[i, i + 1] for i in range(8)])
+    targets, eye = torch.arange(8), torch.eye(9)
+    together = torch.empty(8)
+    for rows in ([0, 1, 6, 7], [2, 3, 4, 5]):
+        mine = support.take(np.array(rows))
+        supports = (torch.from_numpy(mine.ids), torch.from_numpy(mine.offsets))
+        assert mine.offsets.tolist() == [0, 2, 4, 6, 8]
+        together[rows] = score_support(z[rows], eye, targets[rows], *supports).logprob
+    whole = (torch.from_numpy(support.ids), torch.from_numpy(support.offsets))
+    wanted = score_support(z, eye, targets, *whole).logprob
+    torch.testing.assert_close(together, wanted, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="9 support_offsets for 4 targets"):
+        score_support(z[:4], eye, targets[:4], *whole)
 
 
 def test_head_is_fp32_unless_an_engine_is_mirrored() -> None:

@@ -10,6 +10,7 @@ from supports import (
     LEAVES,
     assert_within_budget,
     cotangent,
+    first_rows,
     in_float64,
     problem,
     ragged,
@@ -51,6 +52,27 @@ def test_as_exact_as_plain_torch(
     for wanted, torch_s, grad in zip(true_grads, plain_grads, grads, strict=True):
         assert grad.dtype == dtype
         assert_within_budget(wanted, torch_s, grad, tolerance)
+
+
+def test_probabilities_of_large_logits_are_divided_by_their_sum() -> None:
+    """With a logsumexp of 20 that is rounded to fp32, this gradient would be off by 1.2e-5."""
+    p = problem(ragged(200, 300), 5003, 321)
+    _, true_grads = score_with_gradients(in_float64(p), impl="reference")
+    _, plain_grads = score_with_gradients(p, impl="reference")
+    _, grads = score_with_gradients(p, impl="cpu")
+    for wanted, torch_s, grad in zip(true_grads, plain_grads, grads, strict=True):
+        assert_within_budget(wanted, torch_s, grad, 5e-6)
+
+
+@pytest.mark.parametrize("dim", [5, 1000])
+def test_a_row_alone_scores_as_in_a_batch(dim: int) -> None:
+    p = problem([300, *ragged(63, 200)], 300, dim)
+    whole, (grad, _, _) = score_with_gradients(p, impl="cpu")
+    for count in (1, 7, 64):
+        alone, (grad_alone, _, _) = score_with_gradients(first_rows(p, count), impl="cpu")
+        assert torch.equal(alone.logprob, whole.logprob[:count])
+        assert torch.equal(alone.entropy, whole.entropy[:count])
+        assert torch.equal(grad_alone, grad[:count])
 
 
 def test_float64_stays_float64() -> None:

@@ -46,6 +46,28 @@ def test_a_run_of_several_pieces_has_its_slots_in_a_row() -> None:
     assert (tiles.splits.tolist(), tiles.num_slots) == ([[1, 0, 4], [2, 4, 2]], 6)
 
 
+def test_waves_hold_whole_runs_and_every_item_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.support_plan.WAVE", 4)
+    p = problem([2, 200, 70, 400, 100, 1], 400, 1)
+    tiles = replay.plan(p["support_ids"], p["support_offsets"]).work.tiles
+    assert [(w.first_slot, w.num_slots) for w in tiles.waves] == [(0, 7), (7, 4), (11, 4)]
+    assert tiles.most_slots == 7
+    assert [i for w in tiles.waves for i in range(16)[w.items]] == list(range(len(tiles.items)))
+    for wave in tiles.waves:
+        slots = [s for *_, s in tiles.items[wave.items].tolist() if s >= 0]
+        assert slots == list(range(wave.first_slot, wave.first_slot + wave.num_slots))
+        assert sum(tiles.splits[wave.splits, 2].tolist()) == wave.num_slots
+
+
+def test_a_rank_s_part_is_made_once() -> None:
+    made = replay.plan(torch.tensor([5, 2, 9, 2, 5]), torch.tensor([0, 2, 3, 5]))
+    part = made.part(2, 4)
+    assert (part.ids.tolist(), part.offsets.tolist()) == ([3, 0, 0, 3], [0, 2, 2, 4])
+    assert part.work.rank.tolist() == [0, -1, 1]
+    assert made.part(2, 4) is part
+    assert made.part(6, 4).work.num_tokens == 0, "the only id there is a singleton's"
+
+
 def test_edges_are_sorted_by_id_then_token() -> None:
     ids, offsets = torch.tensor([5, 2, 9, 2, 5]), torch.tensor([0, 2, 3, 5])
     edges = replay.plan(ids, offsets).edges

@@ -1,7 +1,9 @@
-"""Two processes that share a head score as one process does."""
+"""Ranks that share a head score as one process does. Threads, and processes in the slow test."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,66 @@ SIZES = [1, 0, 2, 40, *ragged(20, 31)]
 VOCAB, CUT = 40, 13  # rank 0 owns ids below CUT
 
 
+class Meeting:
+    """all_reduce among threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.given: dict[int, Tensor] = {}
+
+    def all_reduce(self, tensor: Tensor, op: Any, group: Any) -> None:
+        self.given[threading.get_ident()] = tensor.clone()
+        self.barrier.wait()
+        stacked = torch.stack([self.given[i] for i in sorted(self.given)])
+        self.barrier.wait()
+        tensor.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
+
+
+def no_ids_at_rank_0(p: dict[str, Any]) -> dict[str, Any]:
+    """The same supports with ids from CUT on."""
+    moved = {name: p[name] + CUT for name in ("targets", "support_ids")}
+    rows = {name: torch.cat([p[name][:CUT], p[name]]) for name in ("weight", "bias")}
+    return p | moved | rows
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["plain", "entropy"])
+@pytest.mark.parametrize(
+    ("p", "cut"),
+    [
+        pytest.param(problem(SIZES, VOCAB, 8), CUT, id="both own many"),
+        pytest.param(problem(SIZES, VOCAB, 8), 1, id="one id"),
+        pytest.param(no_ids_at_rank_0(problem(SIZES, VOCAB, 8)), CUT, id="no id"),
+        pytest.param(problem(SIZES, VOCAB, 8), 0, id="no row"),
+    ],
+)
+def test_two_threads_score_as_one(
+    p: dict[str, Any], cut: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting(2)
+    monkeypatch.setattr(dist, "all_reduce", meeting.all_reduce)
+
+    def rank(number: int) -> None:
+        try:
+            sharded_head(p, number, entropy, cut, None)
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(rank, number) for number in (0, 1)]:
+            done.result()
+
+
+def test_a_rank_owns_no_id_of_some_rows() -> None:
+    """What the case above says it has."""
+    p = problem(SIZES, VOCAB, 8)
+    owned = torch.zeros(len(SIZES), dtype=torch.int64)
+    rows = torch.repeat_interleave(torch.tensor(SIZES))
+    owned.index_add_(0, rows, (p["support_ids"] < 1).long())
+    assert 0 < int((owned > 0).sum()) < sum(size > 1 for size in SIZES)
+
+
+@pytest.mark.stress
 def test_two_processes_score_as_one(tmp_path: Path) -> None:
     mp.spawn(rank_of_two, args=(str(tmp_path / "meeting"),), nprocs=2)
 
@@ -26,9 +88,11 @@ def rank_of_two(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     try:
+        group = dist.group.WORLD
+        p = problem(SIZES, VOCAB, 8)
         for entropy in (False, True):
-            sharded_head(rank, entropy)
-        ranks_without_ids_are_neutral(rank)
+            sharded_head(p, rank, entropy, CUT, group)
+        sharded_head(no_ids_at_rank_0(p), rank, False, CUT, group)
         gathered_head(rank)
     finally:
         dist.destroy_process_group()
@@ -48,16 +112,11 @@ def scores_and_grads(
     return scores, list(torch.autograd.grad(loss, leaves))
 
 
-def shard_of(p: dict[str, Any], rank: int, cut: int) -> tuple[dict[str, Any], slice]:
-    rows = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
-    return p | {"weight": p["weight"][rows], "bias": p["bias"][rows]}, rows
-
-
-def sharded_head(rank: int, entropy: bool, cut: int = CUT) -> None:
-    p = problem(SIZES, VOCAB, 8)
+def sharded_head(p: dict[str, Any], rank: int, entropy: bool, cut: int, group: Any) -> None:
     wanted, (hidden, weight, bias) = scores_and_grads(p, entropy, softcap=5.0)
-    mine, rows = shard_of(p, rank, cut)
-    shard = VocabShard(rows.start, dist.group.WORLD)
+    rows = slice(0, cut) if rank == 0 else slice(cut, len(p["weight"]))
+    mine = p | {"weight": p["weight"][rows], "bias": p["bias"][rows]}
+    shard = VocabShard(rows.start, group)
     got, grads = scores_and_grads(mine, entropy, softcap=5.0, shard=shard)
     for name in ("logprob", "entropy") + (() if entropy else ("logsumexp",)):
         torch.testing.assert_close(getattr(got, name), getattr(wanted, name), atol=2e-6, rtol=0)
@@ -66,10 +125,6 @@ def sharded_head(rank: int, entropy: bool, cut: int = CUT) -> None:
     assert torch.equal(got.logprob[alone], wanted.logprob[alone])
     for a, b in zip(grads, (hidden, weight[rows], bias[rows]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-
-
-def ranks_without_ids_are_neutral(rank: int) -> None:
-    sharded_head(rank, False, cut=1)
 
 
 def gathered_head(rank: int) -> None:

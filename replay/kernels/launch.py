@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from replay.kernels import support
 from replay.problem import Forward, HeadGrad, Problem, ScoreGrads
-from replay.support_plan import Pieces
 
 BLOCK_T = 256  # tokens without work, per program
 JOIN_D = 1024
@@ -25,7 +24,7 @@ class Blocks(NamedTuple):
 
     k: int
     warps: int
-    stages: int = 1
+    stages: int
 
 
 def forward_blocks(dim: int, save: bool) -> Blocks:
@@ -33,18 +32,30 @@ def forward_blocks(dim: int, save: bool) -> Blocks:
 
     Measured on an H200 at D = 1024, 4096 and 7168: 32 elements a thread, and few rows at a time.
     """
-    if save:
-        return Blocks(k=4 if dim > 4096 else 2, warps=_warps(dim), stages=3)
+    return Blocks(k=1, warps=_warps(dim), stages=3) if save else gather_blocks(dim)
+
+
+def gather_blocks(dim: int) -> Blocks:
+    """Of a gather that keeps no mean of the rows, or makes nothing else."""
     return Blocks(k=2, warps=_warps(dim), stages=2)
 
 
 def head_blocks(dim: int) -> Blocks:
-    return Blocks(k=2, warps=_warps(dim), stages=2)
+    return Blocks(k=1, warps=_warps(dim), stages=3)
 
 
 def _warps(dim: int) -> int:
-    padded: int = triton.next_power_of_2(dim)
-    return max(1, min(16, padded // 1024))
+    return max(1, min(16, power_of_2(dim) // 1024))
+
+
+@cache
+def power_of_2(n: int) -> int:
+    """The next one. Triton's own functions for this and the next take microseconds."""
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    return -(-n // size)
 
 
 def forward(problem: Problem, save: bool) -> Forward:
@@ -58,27 +69,33 @@ def forward(problem: Problem, save: bool) -> Forward:
     saved = part_rows = None
     if save:
         saved = torch.empty(num_work, dim, dtype=saved_dtype(p), device=device)
-        part_rows = torch.empty(tiles.num_slots, dim, device=device)
+        part_rows = torch.empty(tiles.most_slots, dim, device=device)
     part_stats = torch.empty(tiles.num_slots, 4, device=device)
-    blocks = forward_blocks(dim, save)
-    capped, block_d = p.softcap is not None, triton.next_power_of_2(dim)
-    per_token, num_items = isinstance(p.temperature, Tensor), len(tiles.items)
-    support.forward_kernel[(num_items + triton.cdiv(num_tokens, BLOCK_T),)](
-        p.hidden, p.weight, p.bias, p.targets, p.temperature, plan.ids, plan.offsets, rank,
-        tiles.items, logprob, entropy, logsumexp, z, outside, saved, part_stats, part_rows,
-        num_items, num_tokens, dim, _scale(p), p.softcap or 1.0,
-        *p.hidden.stride(), *p.weight.stride(),
-        HAS_BIAS=p.bias is not None, PER_TOKEN=per_token, ROUND=ROUND[p.head_dtype], CAPPED=capped,
-        SAVE=save, BLOCK_K=blocks.k, BLOCK_D=block_d, BLOCK_T=BLOCK_T, STAGES=blocks.stages,
-        num_warps=blocks.warps, **OPTIONS,
-    )  # fmt: skip
-    if len(tiles.splits):
-        join_d = min(block_d, JOIN_D)
-        support.join_tiles_kernel[(len(tiles.splits), triton.cdiv(dim, join_d) if save else 1)](
-            p.weight, p.targets, p.temperature, rank, tiles.splits, part_stats, part_rows,
-            logprob, entropy, logsumexp, outside, saved, dim, p.softcap or 1.0, *p.weight.stride(),
-            PER_TOKEN=per_token, CAPPED=capped, SAVE=save, BLOCK_D=join_d, **OPTIONS,
-        )  # fmt: skip
+    blocks, block_d = forward_blocks(dim, save), power_of_2(dim)
+    join_d = min(block_d, JOIN_D)
+    capped, softcap = p.softcap is not None, p.softcap or 1.0
+    per_token, strides = isinstance(p.temperature, Tensor), p.weight.stride()
+    waves = tiles.waves if save else (tiles.at_once,)
+    for wave in waves:
+        items, splits = tiles.items[wave.items], tiles.splits[wave.splits]
+        num_items, num_splits = items.shape[0], splits.shape[0]
+        idle = cdiv(num_tokens, BLOCK_T) if wave is waves[-1] else 0
+        if num_items + idle:
+            support.forward_kernel[(num_items + idle,)](
+                p.hidden, p.weight, p.bias, p.targets, p.temperature, plan.ids, plan.offsets, rank,
+                items, logprob, entropy, logsumexp, z, outside, saved, part_stats, part_rows,
+                num_items, num_tokens, wave.first_slot, dim, _scale(p), softcap,
+                *p.hidden.stride(), *strides, HAS_BIAS=p.bias is not None, PER_TOKEN=per_token,
+                ROUND=ROUND[p.head_dtype], CAPPED=capped, SAVE=save, BLOCK_K=blocks.k,
+                BLOCK_D=block_d, BLOCK_T=BLOCK_T, STAGES=blocks.stages, num_warps=blocks.warps,
+                **OPTIONS,
+            )  # fmt: skip
+        if num_splits:
+            support.join_tiles_kernel[(num_splits, cdiv(dim, join_d) if save else 1)](
+                p.weight, p.targets, p.temperature, rank, splits, part_stats, part_rows, logprob,
+                entropy, logsumexp, outside, saved, wave.first_slot, dim, softcap, *strides,
+                PER_TOKEN=per_token, CAPPED=capped, SAVE=save, BLOCK_D=join_d, **OPTIONS,
+            )  # fmt: skip
     return Forward(logprob, entropy, logsumexp, outside, z, saved)
 
 
@@ -94,7 +111,9 @@ def token_backward(
         else None
     )
     saved = scores.saved is not None and grads.entropy is None and grads.support is None
-    blocks = forward_blocks(dim, True)
+    blocks = gather_blocks(dim)
+    if saved or not hidden:  # no head row is read
+        blocks = Blocks(k=64, warps=4 if saved else 1, stages=1)
     if num_tokens:
         support.token_backward_kernel[(num_tokens,)](
             p.weight, p.targets, p.temperature, plan.ids, plan.offsets, p.work.rank,
@@ -104,44 +123,38 @@ def token_backward(
             PER_TOKEN=isinstance(p.temperature, Tensor), CAPPED=p.softcap is not None,
             SAVED=saved, HIDDEN=hidden, HAS_LOGPROB=grads.logprob is not None,
             HAS_ENTROPY=grads.entropy is not None, HAS_SUPPORT=grads.support is not None,
-            BLOCK_K=64 if saved or not hidden else blocks.k,
-            BLOCK_D=triton.next_power_of_2(dim), num_warps=4 if saved else blocks.warps,
-            **OPTIONS,
+            WHOLE=plan.whole, BLOCK_K=blocks.k, BLOCK_D=power_of_2(dim), STAGES=blocks.stages,
+            num_warps=blocks.warps, **OPTIONS,
         )  # fmt: skip
     return coefficients, grad_hidden
 
 
 def head_backward(problem: Problem, coefficients: Tensor, grad: HeadGrad) -> None:
-    p, edges = problem, problem.plan.edges
-    pieces: Pieces = edges.pieces
-    if grad.blank:
-        _clear(grad.into, p.plan.absent(len(grad.into)))
-    if not len(pieces.items):
-        return
+    p, edges, into = problem, problem.plan.edges, grad.into
+    pieces = edges.pieces
     dim = p.hidden.shape[1]
-    block_d, blocks = triton.next_power_of_2(dim), head_blocks(dim)
-    part_rows = torch.empty(pieces.num_slots, dim, device=p.hidden.device)
-    support.head_backward_kernel[(len(pieces.items),)](
-        p.hidden, coefficients, edges.entry, edges.token, pieces.items, edges.rows, grad.into,
-        part_rows, dim, *p.hidden.stride(), grad.into.stride(0),
-        SCATTER=grad.scatter, ADD=grad.add, BLOCK_K=blocks.k, BLOCK_D=block_d,
-        STAGES=blocks.stages, num_warps=blocks.warps, **OPTIONS,
-    )  # fmt: skip
-    if len(pieces.splits):
-        join_d = min(block_d, JOIN_D)
-        support.join_pieces_kernel[(len(pieces.splits), triton.cdiv(dim, join_d))](
-            pieces.splits, edges.rows, part_rows, grad.into, dim, grad.into.stride(0),
-            SCATTER=grad.scatter, ADD=grad.add, BLOCK_D=join_d, **OPTIONS,
-        )  # fmt: skip
-
-
-def _clear(into: Tensor, rows: Tensor) -> None:
-    dim = into.shape[1]
-    if len(rows):
-        support.clear_rows_kernel[(triton.cdiv(len(rows), CLEAR_ROWS),)](
-            rows, into, len(rows), dim, into.stride(0),
-            BLOCK_R=CLEAR_ROWS, BLOCK_D=triton.next_power_of_2(dim), **OPTIONS,
-        )  # fmt: skip
+    block_d, blocks = power_of_2(dim), head_blocks(dim)
+    join_d = min(block_d, JOIN_D)
+    absent = p.plan.absent(into.shape[0]) if grad.blank else edges.rows
+    num_absent = absent.shape[0] if grad.blank else 0
+    part_rows = torch.empty(pieces.most_slots, dim, device=p.hidden.device)
+    for wave in pieces.waves:
+        items, splits = pieces.items[wave.items], pieces.splits[wave.splits]
+        num_items, num_splits = items.shape[0], splits.shape[0]
+        clearing = cdiv(num_absent, CLEAR_ROWS) if wave is pieces.waves[-1] else 0
+        if num_items + clearing:
+            support.head_backward_kernel[(num_items + clearing,)](
+                p.hidden, coefficients, edges.entry, edges.token, items, edges.rows, absent, into,
+                part_rows, num_items, num_absent, wave.first_slot, dim, *p.hidden.stride(),
+                into.stride(0), SCATTER=grad.scatter, ADD=grad.add, BLOCK_K=blocks.k,
+                BLOCK_D=block_d, BLOCK_R=CLEAR_ROWS, STAGES=blocks.stages, num_warps=blocks.warps,
+                **OPTIONS,
+            )  # fmt: skip
+        if num_splits:
+            support.join_pieces_kernel[(num_splits, cdiv(dim, join_d))](
+                splits, edges.rows, part_rows, into, wave.first_slot, dim, into.stride(0),
+                SCATTER=grad.scatter, ADD=grad.add, BLOCK_D=join_d, **OPTIONS,
+            )  # fmt: skip
 
 
 def saved_dtype(problem: Problem) -> torch.dtype:

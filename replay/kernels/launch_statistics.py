@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from replay.kernels import statistics
-from replay.kernels.launch import OPTIONS, ROUND
+from replay.kernels.launch import OPTIONS, ROUND, cdiv, power_of_2
 from replay.statistics import RowGrads, Running, Tile
 
 BLOCK_V = 4096
+LANES = 1024  # columns that one program has open at a time
 
 
 def update(running: Running, tile: Tile) -> None:
@@ -20,7 +20,7 @@ def update(running: Running, tile: Tile) -> None:
     statistics.update_kernel[(num_tokens,)](
         tile.z, tile.bias, tile.targets, tile.shape.temperature, *running,
         num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
-        BLOCK_V=min(BLOCK_V, triton.next_power_of_2(num_columns)), num_warps=8, **OPTIONS,
+        BLOCK_V=min(LANES, power_of_2(num_columns)), num_warps=4, **OPTIONS,
     )  # fmt: skip
 
 
@@ -29,9 +29,9 @@ def gradient(tile: Tile, grads: RowGrads, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(tile.z, dtype=dtype)
     if not num_tokens:
         return out
-    block = min(BLOCK_V, triton.next_power_of_2(num_columns))
+    block = min(BLOCK_V, power_of_2(num_columns))
     by_score = (grads.by_logprob, grads.by_entropy, grads.by_logsumexp)
-    statistics.gradient_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+    statistics.gradient_kernel[(num_tokens, cdiv(num_columns, block))](
         tile.z, tile.bias, tile.targets, tile.shape.temperature, grads.entropy, grads.logsumexp,
         *(None if grad is None else grad.contiguous() for grad in by_score), out,
         num_columns, tile.start, tile.z.stride(0), out.stride(0), *_shape(tile), **_flags(tile),

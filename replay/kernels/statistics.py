@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replay.kernels.support import _divisor, _shape
+from replay.kernels.support import LOWEST, _divisor, _shape
 
 
 @triton.jit
@@ -24,36 +24,47 @@ def update_kernel(
     HAS_BIAS: tl.constexpr, PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    """Every lane has statistics of its own columns; they meet once, at the end of the row."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride_row
-    divisor = _divisor(temperature, token, PER_TOKEN)
-    column = tl.load(targets + token).to(tl.int64) - first_id
-    top = tl.load(tops + token)
-    mass = tl.load(masses + token)
-    weighted = tl.load(weighteds + token)
-    argmax = tl.load(argmaxes + token)
-    target = tl.load(found + token)
+    factor = tl.div_rn(1.0, _divisor(temperature, token, PER_TOKEN))
+    tops_v = tl.full([BLOCK_V], LOWEST, tl.float32)
+    mass_v = tl.zeros([BLOCK_V], tl.float32)
+    weighted_v = tl.zeros([BLOCK_V], tl.float32)
+    argmax_v = tl.zeros([BLOCK_V], tl.int32)
     for v in range(0, num_columns, BLOCK_V):
         offs_v = v + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_columns
         z, _ = _logits(row, bias, offs_v, in_v, scale, softcap, HAS_BIAS, ROUND, CAPPED)
-        z = tl.where(in_v, z / divisor, -3.0e38)
-        largest, index = tl.max(z, 0, return_indices=True)
-        argmax = tl.where(largest > top, first_id + v + index, argmax)
-        new_top = tl.maximum(top, largest)
-        shrink = tl.exp(top - new_top)
-        p = tl.exp(z - new_top)
-        terms = tl.sum(tl.where(in_v, p * (z - new_top), 0.0), 0)
-        weighted = shrink * (weighted + (top - new_top) * mass) + terms
-        mass = shrink * mass + tl.sum(p, 0)
-        own = tl.max(tl.where(offs_v == column, z, float("-inf")), 0)
-        target = tl.maximum(target, own)
-        top = new_top
+        z = tl.where(in_v, z * factor, 2 * LOWEST)  # below every top: exp makes it 0
+        above = z - tops_v
+        less = tl.exp(-tl.abs(above))
+        higher = above > 0
+        lower = weighted_v - above * mass_v  # seen from z
+        weighted_v = tl.where(higher, less * lower, weighted_v + less * above)
+        mass_v = tl.where(higher, less * mass_v + 1, mass_v + less)
+        argmax_v = tl.where(higher, offs_v, argmax_v)
+        tops_v = tl.where(higher, z, tops_v)
+
+    before = tl.load(tops + token)
+    largest = tl.max(tops_v, 0)
+    top = tl.maximum(before, largest)
+    shrink_v = tl.exp(tops_v - top)
+    shrink = tl.exp(before - top)
+    mass = tl.load(masses + token)
+    weighted = shrink * (tl.load(weighteds + token) + (before - top) * mass)
+    weighted += tl.sum(shrink_v * (weighted_v + (tops_v - top) * mass_v), 0)
+    mass = shrink * mass + tl.sum(shrink_v * mass_v, 0)
+    first = tl.min(tl.where(tops_v == largest, argmax_v, num_columns), 0)
     tl.store(tops + token, top)
     tl.store(masses + token, mass)
     tl.store(weighteds + token, weighted)
-    tl.store(argmaxes + token, argmax)
-    tl.store(found + token, target)
+    tl.store(argmaxes + token, first_id + first, mask=largest > before)
+
+    column = tl.load(targets + token).to(tl.int64) - first_id
+    inside = (column >= 0) & (column < num_columns)
+    own, _ = _logits(row, bias, column, inside, scale, softcap, HAS_BIAS, ROUND, CAPPED)
+    tl.store(found + token, own * factor, mask=inside)
 
 
 @triton.jit

@@ -83,11 +83,11 @@ def _target_row(
     return row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_tokens", "first_slot"])
 def forward_kernel(
     hidden, weight, bias, targets, temperature, ids, offsets, rank, items,
     logprob, entropy, logsumexp, z_out, outside, saved, part_stats, part_rows,
-    num_items, num_tokens, D, scale, softcap,
+    num_items, num_tokens, first_slot, D, scale, softcap,
     stride_ht, stride_hd, stride_wv, stride_wd,
     HAS_BIAS: tl.constexpr, PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr,
     SAVE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -132,7 +132,7 @@ def forward_kernel(
         if HAS_BIAS:
             z += tl.load(bias + row, mask=in_k, other=0.0).to(tl.float32)
         z, slope = _shape(z, scale, softcap, ROUND, CAPPED)
-        z = z / divisor
+        z = tl.div_rn(z, divisor)
         tl.store(z_out + entry, z, mask=in_k)
         z_target = tl.maximum(z_target, tl.max(tl.where(in_k & (row == y), z, float("-inf")), 0))
         z = tl.where(in_k, z, LOWEST)
@@ -163,13 +163,13 @@ def forward_kernel(
         tl.store(stats + 2, weighted)
         tl.store(stats + 3, z_target)
         if SAVE:
-            tl.store(part_rows + slot * D + offs_d, mean, mask=in_d)
+            tl.store(part_rows + (slot - first_slot) * D + offs_d, mean, mask=in_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_slot"])
 def join_tiles_kernel(
     weight, targets, temperature, rank, splits, part_stats, part_rows,
-    logprob, entropy, logsumexp, outside, saved, D, softcap, stride_wv, stride_wd,
+    logprob, entropy, logsumexp, outside, saved, first_slot, D, softcap, stride_wv, stride_wd,
     PER_TOKEN: tl.constexpr, CAPPED: tl.constexpr, SAVE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The tiles of one token, joined in order, for one block of D."""
@@ -206,7 +206,8 @@ def join_tiles_kernel(
         mean = tl.zeros([BLOCK_D], tl.float32)
         for i in range(count):
             shrink = tl.exp(tl.load(part_stats + (first + i) * 4) - top)
-            mean += shrink * tl.load(part_rows + (first + i) * D + offs_d, mask=in_d, other=0.0)
+            row = part_rows + (first - first_slot + i) * D
+            mean += shrink * tl.load(row + offs_d, mask=in_d, other=0.0)
         y = tl.load(targets + token).to(tl.int64)
         divisor = _divisor(temperature, token, PER_TOKEN)
         own = _target_row(
@@ -225,12 +226,13 @@ def token_backward_kernel(
     D, scale, softcap, stride_wv, stride_wd,
     PER_TOKEN: tl.constexpr, CAPPED: tl.constexpr, SAVED: tl.constexpr, HIDDEN: tl.constexpr,
     HAS_LOGPROB: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SUPPORT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d loss / d (raw logit) of each entry of one token, and d loss / d (its hidden state).
 
     The latter is a multiple of the saved row, or where more than the logprob has a gradient, the
-    head rows weighted by the former.
+    head rows weighted by the former. WHOLE: the entries are all of the support, so that their
+    probabilities can be divided by their sum. A logsumexp of 20 is off by 1e-6, and so would they.
     """
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(rank + token).to(tl.int64)
@@ -247,25 +249,32 @@ def token_backward_kernel(
         by_logprob = tl.zeros([], tl.float32)
         by_entropy = tl.zeros([], tl.float32)
         spread = tl.zeros([], tl.float32)
+        total = tl.full([], 1, tl.float32)
         if HAS_LOGPROB:
             inside = tl.load(logprob + token) > float("-inf")
             by_logprob = tl.load(grad_logprob + token, mask=inside, other=0.0)
         if HAS_ENTROPY:
             by_entropy = tl.load(grad_entropy + token)
             mean_surprise = tl.load(entropy + token)
+        if WHOLE:
+            total = tl.zeros([], tl.float32)
+            for k in range(0, count, 64):
+                offs_k = k + tl.arange(0, 64)
+                z = tl.load(z_in + start + offs_k, mask=offs_k < count, other=LOWEST)
+                total += tl.sum(tl.exp(z - lse), 0)
         if HAS_SUPPORT:
             for k in range(0, count, 64):
                 offs_k = k + tl.arange(0, 64)
                 spread += tl.sum(
                     tl.load(grad_support + start + offs_k, mask=offs_k < count, other=0.0), 0
                 )
-        for k in range(0, count, BLOCK_K):
+        for k in tl.range(0, count, BLOCK_K, num_stages=STAGES):
             offs_k = k + tl.arange(0, BLOCK_K)
             in_k = offs_k < count
             entry = start + offs_k
             row = tl.load(ids + entry, mask=in_k, other=0).to(tl.int64)
             z = tl.load(z_in + entry, mask=in_k, other=LOWEST)
-            p = tl.exp(z - lse)
+            p = tl.exp(z - lse) / total
             c = -p * (by_logprob + spread) + tl.where(row == y, by_logprob, 0.0)
             if HAS_ENTROPY:
                 c -= by_entropy * p * (z - lse + mean_surprise)
@@ -297,14 +306,32 @@ def _put(into, grad, offs_d, in_d, ADD: tl.constexpr):
 
 
 @triton.jit
+def _clear(
+    block, rows, into, num_rows, D, stride_iv, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the named rows."""
+    offs_r = block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_r = offs_r < num_rows
+    row = tl.load(rows + offs_r, mask=in_r, other=0)
+    offs_d = tl.arange(0, BLOCK_D)
+    zeros = tl.zeros([BLOCK_R, BLOCK_D], into.dtype.element_ty)
+    mask = in_r[:, None] & (offs_d < D)[None, :]
+    tl.store(into + row[:, None] * stride_iv + offs_d[None, :], zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_items", "num_absent", "first_slot"])
 def head_backward_kernel(
-    hidden, coefficients, entries, tokens, items, rows, into, part_rows,
-    D, stride_ht, stride_hd, stride_iv,
+    hidden, coefficients, entries, tokens, items, rows, absent, into, part_rows,
+    num_items, num_absent, first_slot, D, stride_ht, stride_hd, stride_iv,
     SCATTER: tl.constexpr, ADD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d loss / d (one head row) over a piece of the entries that name it, in their order."""
-    item = items + tl.program_id(0).to(tl.int64) * 4
+    program = tl.program_id(0)
+    if program >= num_items:
+        _clear(program - num_items, absent, into, num_absent, D, stride_iv, BLOCK_R, BLOCK_D)
+        return
+    item = items + program.to(tl.int64) * 4
     label = tl.load(item)
     start = tl.load(item + 1)
     count = tl.load(item + 2).to(tl.int32)
@@ -329,18 +356,18 @@ def head_backward_kernel(
             label = tl.load(rows + label)
         _put(into + label * stride_iv, grad, offs_d, in_d, ADD)
     else:
-        tl.store(part_rows + slot * D + offs_d, grad, mask=in_d)
+        tl.store(part_rows + (slot - first_slot) * D + offs_d, grad, mask=in_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_slot"])
 def join_pieces_kernel(
-    splits, rows, part_rows, into, D, stride_iv,
+    splits, rows, part_rows, into, first_slot, D, stride_iv,
     SCATTER: tl.constexpr, ADD: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one head row, added in order, for one block of D."""
     split = splits + tl.program_id(0).to(tl.int64) * 3
     label = tl.load(split)
-    first = tl.load(split + 1)
+    first = tl.load(split + 1) - first_slot
     count = tl.load(split + 2).to(tl.int32)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < D
@@ -351,18 +378,3 @@ def join_pieces_kernel(
     if SCATTER:
         label = tl.load(rows + label)
     _put(into + label * stride_iv, grad, offs_d, in_d, ADD)
-
-
-@triton.jit
-def clear_rows_kernel(
-    rows, into, num_rows, D, stride_iv,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Zeros into the named rows."""
-    offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_r = offs_r < num_rows
-    row = tl.load(rows + offs_r, mask=in_r, other=0)
-    offs_d = tl.arange(0, BLOCK_D)
-    zeros = tl.zeros([BLOCK_R, BLOCK_D], into.dtype.element_ty)
-    mask = in_r[:, None] & (offs_d < D)[None, :]
-    tl.store(into + row[:, None] * stride_iv + offs_d[None, :], zeros, mask=mask)
