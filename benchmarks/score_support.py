@@ -2,12 +2,16 @@
 
     python benchmarks/score_support.py [--quick] [--minutes 8] [--out runs/score_support]
     python benchmarks/score_support.py --cpu
+    python benchmarks/score_support.py --markdown runs/score_support/score_support.json
+
+The last prints the tables of docs/performance.md from what an earlier run has written.
 
 Prints a row as soon as it is measured and writes all of them to score_support.json, with a picture
-beside it. Times are medians of the device's time, with the caches cold. `gather` is the share of
-the time in which a copy of this run would move each head row that a support of two ids or more
-names, and its hidden state, once: (E' + T') * 2D bytes. `floor` of a forward and backward adds
-what the backward must move: 3T' rows for dh, E' and V for dense dW.
+beside it. Times are medians of the device's time, with the caches cold and the launches hidden;
+`wall` is what one call takes when nothing is queued. `gather` is the share of the time in which a
+copy of this run would move each head row that a support of two ids or more names, and its hidden
+state, once: (E' + T') * 2D bytes. `floor` of a forward and backward adds what the backward must
+move: 3T' rows for dh, E' and V for dense dW.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import support_rivals as rivals
 import torch
 from support_exact import Exact, exact_over_supports, exact_over_vocabulary
 from support_inputs import Batch, Shape, make_batch, make_supports, make_weight
+from support_markdown import tables
 from support_plot import draw
 from support_rivals import Prepared, Rival
 from support_timing import INPUT_SETS, copy_bytes_per_s, peak_bytes, times
@@ -102,7 +107,18 @@ class Run:
 @click.option("--minutes", type=float, help="Stop after these; 8, or 2 with --quick or --cpu.")
 @click.option("--seed", type=int, help="Of the inputs; another one each run if left out.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/score_support"))
-def main(quick: bool, cpu: bool, minutes: float | None, seed: int | None, out: Path) -> None:
+@click.option("--markdown", type=click.Path(path_type=Path), help="Only print tables of this JSON.")
+def main(
+    quick: bool,
+    cpu: bool,
+    minutes: float | None,
+    seed: int | None,
+    out: Path,
+    markdown: Path | None,
+) -> None:
+    if markdown is not None:
+        print(tables(json.loads(markdown.read_text())))
+        return
     device = torch.device("cpu" if cpu else "cuda")
     minutes = minutes or (2 if quick or cpu else 8)
     run = Run(device, out, minutes, new_seed() if seed is None else seed)
@@ -131,8 +147,13 @@ def gpu_cells(quick: bool) -> Iterator[Cell]:
         yield Cell(shape, 32_768, "real", rivals.OVER_VOCABULARY)
     if quick:
         return
+    ours = (rivals.PLAN, rivals.OURS, rivals.OURS_TRITON, rivals.OURS_DENSE)
+    for shape in SHAPES:
+        yield Cell(shape, 32_768, "512 each", ours)
+    for supports in ("1024 each", "2048 each"):
+        yield Cell(SHAPES[1], 8192, supports, ours)
     sparse = (rivals.PLAN, rivals.OURS, rivals.PADDED)
-    for supports in ("20 each", "50 each", "512 each", "recorded", "real, uniform ids"):
+    for supports in ("20 each", "50 each", "recorded", "real, uniform ids"):
         for shape in SHAPES:
             yield Cell(shape, 32_768, supports, (*sparse, rivals.COMPILED))
     for num_tokens in (4096, 131_072):

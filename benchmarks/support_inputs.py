@@ -218,5 +218,7 @@ KINDS: dict[str, Callable[[int, int, torch.Generator], Supports]] = {
     "20 each": synthetic(equal_sizes(20), zipf_ids),
     "50 each": synthetic(equal_sizes(50), zipf_ids),
     "512 each": synthetic(equal_sizes(512), zipf_ids),
+    "1024 each": synthetic(equal_sizes(1024), zipf_ids),
+    "2048 each": synthetic(equal_sizes(2048), zipf_ids),
     "recorded": recorded_supports,
 }

@@ -335,6 +335,8 @@ def padded_long_ids(batch: Batch) -> Tensor:
 
 OURS = Rival("score_support", ours("auto"), make_plan, note="plan given, checks off")
 OURS_CPU = Rival("score_support", ours("cpu"), make_plan, note="plan given, checks off")
+OURS_TRITON = Rival("score_support, triton", ours("triton"), make_plan)
+OURS_DENSE = Rival("score_support, dense", ours("dense"), make_plan)
 PLAN = Rival("plan", ours("auto"), note="once per batch, reused over passes")
 EAGER = Rival("masked logits", masked_eager, flat_members, token_chunk=TOKEN_CHUNK)
 COMPILED = Rival("masked logits, compiled", masked_compiled, flat_members, token_chunk=TOKEN_CHUNK)

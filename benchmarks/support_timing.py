@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 INPUT_SETS = 3
-FLUSH_BYTES, FLUSHES = 2**28, 8  # the L2 is 60 MB; the rest lets the host run ahead
+FLUSH_BYTES, FLUSHES, MOST_FLUSHES = 2**29, 4, 100  # the L2 is 60 MB
 COPY_BYTES = 2**32
 SLOW_MS = 50
 REPETITIONS, SLOW_BUDGET_MS, FEWEST = 21, 600, 3
@@ -23,10 +24,12 @@ def times(call: Callable[[int], Any], device: torch.device) -> dict[str, Any]:
         walls = [first_ms] + [wall_ms(call, i, device) for i in range(1, repetitions(first_ms))]
         return {"time_ms": statistics.median(walls), "repetitions": len(walls)}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    [first_ms] = device_ms(call, flush, 1)
+    [first_ms] = device_ms(call, flush, 1, FLUSHES)
+    flushes = FLUSHES
     if first_ms < SLOW_MS:
-        device_ms(call, flush, INPUT_SETS)
-    measured = device_ms(call, flush, repetitions(first_ms))
+        flushes = enough_flushes(call, flush)
+        device_ms(call, flush, INPUT_SETS, flushes)
+    measured = device_ms(call, flush, repetitions(first_ms), flushes)
     figures = {
         "time_ms": statistics.median(measured),
         "spread_ms": max(measured) - min(measured),
@@ -41,19 +44,36 @@ def repetitions(first_ms: float) -> int:
     return REPETITIONS if first_ms < SLOW_MS else max(FEWEST, int(SLOW_BUDGET_MS / first_ms))
 
 
-def device_ms(call: Callable[[int], Any], flush: torch.Tensor, count: int) -> list[float]:
+def enough_flushes(call: Callable[[int], Any], flush: torch.Tensor) -> int:
+    """Writes that keep the device busy for twice the time in which the host launches the call."""
+    [write_ms] = device_ms(lambda i: [flush.zero_() for _ in range(10)], flush, 1, FLUSHES)
+    launch_ms = statistics.median(host_ms(call, i) for i in range(2 * INPUT_SETS))
+    return min(MOST_FLUSHES, FLUSHES + math.ceil(2 * launch_ms / (write_ms / 10)))
+
+
+def device_ms(
+    call: Callable[[int], Any], flush: torch.Tensor, count: int, flushes: int
+) -> list[float]:
     """The device's time of each call; the writes before it empty the L2 and hide the launches."""
     events = []
     for i in range(count):
-        for _ in range(FLUSHES):
+        for _ in range(flushes):
             flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call(i)
         end.record()
+        torch.cuda.synchronize()
         events.append((begin, end))
-    torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def host_ms(call: Callable[[int], Any], i: int) -> float:
+    """Until the call returns, its kernels still running."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call(i)
+    return 1e3 * (time.perf_counter() - began)
 
 
 def wall_ms(call: Callable[[int], Any], i: int, device: torch.device) -> float:

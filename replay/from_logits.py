@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from replay.reference import SupportScores, per_row, shape_logits, softmax_over_support
+from replay.reference import (
+    SupportScores,
+    no_autocast,
+    per_row,
+    shape_logits,
+    softmax_over_support,
+)
 from replay.score import check_temperature
 from replay.support_plan import SupportPlan
 from replay.support_plan import plan as make_plan
@@ -39,7 +45,7 @@ def score_support_from_logits(
             f"{len(support_offsets)} support_offsets for {len(targets)} targets; must be one more"
         )
     made = plan or make_plan(support_ids, support_offsets, logits.shape[1], check=check)
-    with torch.autocast(logits.device.type, enabled=False):
+    with no_autocast(logits):
         z = _Entries.apply(logits, made.tokens, made.ids.long())
         z = shape_logits(z, logit_scale, softcap, torch.float32)
         z = z / per_row(temperature, made.tokens)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from replay import statistics
 from replay.dense import product
+from replay.reference import no_autocast
 from replay.score import check_rows, check_temperature, triton_fits
 from replay.statistics import RowGrads, Running, Shape, Tile
 
@@ -55,7 +56,7 @@ def score_full(
         None if softcap is None else float(softcap),
         head_dtype,
     )
-    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
+    with no_autocast(hidden), torch.cuda.device_of(hidden):
         logprob, entropy, logsumexp, argmax = _Full.apply(hidden, weight, bias, targets, shape)
         kept_mass = None
         if support_logsumexp is not None:
@@ -95,7 +96,8 @@ class _Full(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, bias, targets, ctx.shape)
         by_row = RowGrads(grads[0], grads[1], grads[2], entropy, logsumexp)
         wanted = ctx.needs_input_grad[:3]
-        return *_gradients(chunks, by_row, wanted), None, None
+        with no_autocast(hidden):
+            return *_gradients(chunks, by_row, wanted), None, None
 
 
 def _gradients(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from replay.support_plan import SupportPlan, Work
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """Supports to score: arguments as for `score_support`, checked."""
 
     hidden: Tensor  # [T, D]

@@ -5,6 +5,7 @@ Axes: `T` scored tokens (packed), `E` support entries of all of them, `D` hidden
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,20 @@ def score_support(
     head_dtype: torch.dtype = torch.float32,
 ) -> SupportScores:
     """logprob_t = z_y/T − logsumexp(z_j/T for j in S_t), with z the head's logits."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with no_autocast(hidden):
         counts = support_offsets.diff()
         rows = torch.repeat_interleave(counts)  # [E] the token of each entry
         z = edge_logits(hidden, weight, bias, rows, support_ids)  # [E]
         z = shape_logits(z, logit_scale, softcap, head_dtype) / per_row(temperature, rows)
         return softmax_over_support(z, rows, counts, support_ids, targets)
+
+
+def no_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """Entering torch.autocast takes longer than launching a kernel, so only where one is on."""
+    device = like.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def softmax_over_support(

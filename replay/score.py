@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replay import dense, reference, sparse, sparse_cpu
 from replay.problem import Backend, Problem
-from replay.reference import SupportScores
+from replay.reference import SupportScores, no_autocast
 from replay.support_plan import SupportPlan, plan
 from replay.vocab_parallel import VocabShard, plain_head
 
@@ -126,7 +126,7 @@ def score_support(
         sparse_grad=sparse_grad,
         shard=shard,
     )
-    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
+    with no_autocast(hidden), torch.cuda.device_of(hidden):
         return sparse.score(problem, _backend(chosen), outputs)
 
 

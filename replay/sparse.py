@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from replay.problem import Backend, Forward, HeadGrad, Problem, ScoreGrads
-from replay.reference import SupportScores, segments
+from replay.reference import SupportScores, no_autocast, segments
 from replay.vocab_parallel import VocabShard, merge, sum_over_ranks
 
 NOTHING = torch.empty(0)  # stands for what save_for_backward keeps
@@ -67,7 +67,7 @@ class _Score(torch.autograd.Function):
         made = _forward(problem, backend, outputs, save)
         scores = _scores(made, problem, outputs)
         ctx.save_for_backward(hidden, weight, bias, *made)
-        ctx.problem = replace(problem, hidden=NOTHING, weight=NOTHING, bias=None)
+        ctx.problem = problem._replace(hidden=NOTHING, weight=NOTHING, bias=None)
         ctx.backend, ctx.outputs = backend, outputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(made.outside)
@@ -79,18 +79,19 @@ class _Score(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *made = ctx.saved_tensors
-        problem = replace(ctx.problem, hidden=hidden, weight=weight, bias=bias)
+        problem = ctx.problem._replace(hidden=hidden, weight=weight, bias=bias)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         scored = ScoreGrads(logprob=grads[0], entropy=grads[1], support=grads[4])
-        coefficients, grad_hidden = ctx.backend.token_backward(
-            problem, Forward(*made), scored, hidden=wants_hidden
-        )
-        grad_hidden = sum_over_ranks(grad_hidden, ctx.outputs.shard)
-        grad_weight = grad_bias = None
-        if wants_weight:
-            grad_weight = _weight_grad(problem, ctx.backend, coefficients, ctx.outputs)
-        if wants_bias:
-            grad_bias = _bias_grad(problem, coefficients)
+        with no_autocast(hidden):
+            coefficients, grad_hidden = ctx.backend.token_backward(
+                problem, Forward(*made), scored, hidden=wants_hidden
+            )
+            grad_hidden = sum_over_ranks(grad_hidden, ctx.outputs.shard)
+            grad_weight = grad_bias = None
+            if wants_weight:
+                grad_weight = _weight_grad(problem, ctx.backend, coefficients, ctx.outputs)
+            if wants_bias:
+                grad_bias = _bias_grad(problem, coefficients)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-import replay
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("inputs", "exact", "timing", "plot", "rivals")
+NAMES = ("inputs", "exact", "timing", "plot", "markdown", "rivals")
 SHAPE = (32, 211)  # D, V
 # products and sums in float32; those who round to the dtype of the head do so to float32 here
 EXACT = 2e-5
@@ -37,20 +35,6 @@ def bench() -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
-
-
-@pytest.fixture(autouse=True)
-def _new_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a `score_support` without the arguments `plan`, `impl` and `check` be measured."""
-    if "plan" in inspect.signature(replay.score_support).parameters:
-        return
-    score = replay.score_support
-
-    def shim(*tensors: torch.Tensor, plan: Any, impl: str, check: bool) -> Any:
-        return score(*tensors)
-
-    monkeypatch.setattr(replay, "score_support", shim)
-    monkeypatch.setattr(replay, "plan", lambda *supports, vocab_size: None, raising=False)
 
 
 def make_batch(bench: SimpleNamespace, generator: torch.Generator, count: int = 40) -> Any:
@@ -137,10 +121,16 @@ def test_exact_values_equal_autograd_on_dense_logits_in_float64(
         assert (exact.dw_error(dw) or 0) < 1e-12
 
 
-OF_TORCH = ["OURS", "EAGER", "COMPILED", "PRIME_RL", "PADDED", "OURS_FULL", "SKYRL", "TRL"]
+slow = pytest.mark.stress
+OF_TORCH = [
+    *("OURS", "EAGER", "PRIME_RL", "PADDED", "OURS_FULL"),
+    *(pytest.param(name, marks=slow) for name in ("OURS_DENSE", "COMPILED", "SKYRL", "TRL")),
+]
 
 
-@pytest.mark.parametrize("token_chunk", [None, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    "token_chunk", [16, pytest.param(None, marks=slow)], ids=["chunks", "whole"]
+)
 @pytest.mark.parametrize("name", OF_TORCH)
 @pytest.mark.filterwarnings("ignore")  # of the wheels
 def test_rivals_equal_float64(
@@ -160,7 +150,8 @@ def test_rivals_equal_float64(
     exact = make(batch, generator)
     prepared = bench.rivals.Prepared.make(rival, batch)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager") if name == "COMPILED" else nullcontext()
+        with eager:
             logprobs = prepared.forward()
             both = prepared.forward_backward()
     except ModuleNotFoundError as error:
@@ -178,6 +169,7 @@ def test_a_run_reports_rows_and_failures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench.timing, "REPETITIONS", 2)
+    monkeypatch.setattr(bench.main, "free", lambda: None)  # it walks all objects of the test run
 
     def broken(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("no such kernel\nand more")
@@ -213,3 +205,6 @@ def test_a_run_reports_rows_and_failures(
     assert len(capsys.readouterr().out.splitlines()) == 11
     picture = bench.plot.draw(report["rows"], "the <CPU>")
     assert picture.count("<rect") == 1 + 4 and "&lt;CPU&gt;" in picture
+    tables = bench.markdown.tables(report)
+    assert f"| masked logits | {eager['time_ms']:.3g} (" in tables
+    assert f"| 32 × 211 | forward | {ours['time_ms']:.3f} | " in tables
