@@ -54,21 +54,24 @@ def test_as_exact_as_plain_torch(
         assert_within_budget(wanted, torch_s, grad, tolerance)
 
 
-def test_probabilities_of_large_logits_are_divided_by_their_sum() -> None:
-    """With a logsumexp of 20 that is rounded to fp32, this gradient would be off by 1.2e-5."""
-    p = problem(ragged(200, 300), 5003, 321)
-    _, true_grads = score_with_gradients(in_float64(p), impl="reference")
-    _, plain_grads = score_with_gradients(p, impl="reference")
-    _, grads = score_with_gradients(p, impl="cpu")
-    for wanted, torch_s, grad in zip(true_grads, plain_grads, grads, strict=True):
-        assert_within_budget(wanted, torch_s, grad, 5e-6)
+@pytest.mark.parametrize("impl", ["cpu", "dense"])
+def test_probabilities_of_large_logits_are_divided_by_their_sum(impl: str) -> None:
+    """Equal head rows have no gradient; a logsumexp of 20 rounded to fp32 would leave 1e-6."""
+    hidden = torch.linspace(15, 25, 200)[:, None].requires_grad_()
+    ids, offsets = torch.arange(3).repeat(200), torch.arange(0, 601, 3)
+    weight, bias = torch.ones(3, 1), torch.tensor([0.1, 0.3, 0.7])
+    targets = torch.zeros(200, dtype=torch.int64)
+    scores = score_support(hidden, weight, targets, ids, offsets, bias=bias, impl=impl)
+    scores.logprob.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() <= 2e-7
 
 
-@pytest.mark.parametrize("dim", [5, 1000])
+@pytest.mark.parametrize("dim", [5, 300])
 def test_a_row_alone_scores_as_in_a_batch(dim: int) -> None:
-    p = problem([300, *ragged(63, 200)], 300, dim)
+    p = problem([90, *ragged(20, 60)], 100, dim)
     whole, (grad, _, _) = score_with_gradients(p, impl="cpu")
-    for count in (1, 7, 64):
+    for count in (1, 7, 21):
         alone, (grad_alone, _, _) = score_with_gradients(first_rows(p, count), impl="cpu")
         assert torch.equal(alone.logprob, whole.logprob[:count])
         assert torch.equal(alone.entropy, whole.entropy[:count])
