@@ -166,7 +166,7 @@ def gpu_cells(quick: bool) -> Iterator[Cell]:
 
 
 def cpu_cells() -> Iterator[Cell]:
-    for num_tokens in (64, 128, 256, 512):
+    for num_tokens in (512, 128):
         how = (rivals.PLAN, rivals.OURS_CPU, rivals.EAGER)
         yield Cell(SHAPES[0], num_tokens, "real", how)
 

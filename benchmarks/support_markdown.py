@@ -22,7 +22,7 @@ def tables(report: dict[str, Any]) -> str:
         title = f"{num_tokens:,} tokens, supports: {supports}"
         parts += [f"{title}\n\n{times(over_supports)}"] if over_supports else []
         parts += [f"{title}, whole vocabulary\n\n{times(others)}"] if others else []
-        ours = [r for r in cell if r["how"] == "score_support"]
+        ours = [r for r in over_supports if r["how"] == "score_support" and supports == "real"]
         parts += [f"{title}, `score_support` alone\n\n{details(ours)}"] if ours else []
     return "\n\n".join(parts)
 
