@@ -113,6 +113,7 @@ def forward_kernel(
     h = h.to(tl.float32)
     y = tl.load(targets + token).to(tl.int64)
     divisor = _divisor(temperature, token, PER_TOKEN)
+    cooling = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)  # once: exact, and slow
 
     top = tl.full([], LOWEST, tl.float32)
     mass = tl.zeros([], tl.float32)
@@ -132,7 +133,7 @@ def forward_kernel(
         if HAS_BIAS:
             z += tl.load(bias + row, mask=in_k, other=0.0).to(tl.float32)
         z, slope = _shape(z, scale, softcap, ROUND, CAPPED)
-        z = tl.div_rn(z, divisor)
+        z = z * cooling
         tl.store(z_out + entry, z, mask=in_k)
         z_target = tl.maximum(z_target, tl.max(tl.where(in_k & (row == y), z, float("-inf")), 0))
         z = tl.where(in_k, z, LOWEST)
