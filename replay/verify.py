@@ -12,6 +12,7 @@ from torch import Tensor
 
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
+from replay.evidence import Evidence, make_evidence
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_full, score_support
@@ -37,6 +38,7 @@ class Verified:
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
+    evidence: Evidence | None  # whole supports, for `diagnose`; None where nothing was scored
 
 
 def verify(
@@ -53,16 +55,19 @@ def verify(
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
-    scored = []
+    scored, evidence = [], []
     for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        scored.append(replace(table, **_scores(batch, policy, config)))
+        columns, supports = _scores(batch, policy, config)
+        scored.append(replace(table, **columns))
+        evidence.append(supports)
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
         findings += _no_numbers(TokenTable.concatenate(scored))
     tokens = TokenTable.concatenate([*unscored, *scored])
-    return Verified(tokens, tuple(findings), len(rollouts))
+    whole = Evidence.concatenate(evidence) if evidence else None
+    return Verified(tokens, tuple(findings), len(rollouts), whole)
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
@@ -70,8 +75,13 @@ def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
 
 
 @torch.inference_mode()
-def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[str, Any]:
-    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`."""
+def _scores(
+    batch: PackedBatch, policy: Policy, config: ReplayConfig
+) -> tuple[dict[str, Any], Evidence]:
+    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`.
+
+    And its numbers over whole supports, with the head in a second precision too.
+    """
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
     head: dict[str, Any] = {
@@ -81,23 +91,36 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[st
         "softcap": policy.softcap,
         "head_dtype": getattr(torch, config.head_dtype),
     }
-    masked = score_support(
-        hidden,
-        policy.weight,
-        b.targets,
-        b.support_ids,
-        b.support_offsets,
-        return_support_logprobs=True,
-        **head,
+    other = torch.bfloat16 if head["head_dtype"] == torch.float32 else torch.float32
+    masked, rounded = (
+        score_support(
+            hidden,
+            policy.weight,
+            b.targets,
+            b.support_ids,
+            b.support_offsets,
+            return_support_logprobs=True,
+            **head | {"head_dtype": dtype},
+        )
+        for dtype in (head["head_dtype"], other)
     )
     full = score_full(hidden, policy.weight, b.targets, **head)
-    assert masked.support_logprobs is not None
-    return {
+    assert masked.support_logprobs is not None and rounded.support_logprobs is not None
+    evidence = make_evidence(
+        batch.rollouts,
+        masked.support_logprobs.cpu().numpy(),
+        rounded.support_logprobs.cpu().numpy(),
+        full.logprob.cpu().numpy(),
+        masked.logsumexp.cpu().numpy(),
+        policy.softcap,
+    )
+    columns = {
         "replay_logprobs": masked.logprob.cpu().numpy(),
         "replay_full_logprobs": full.logprob.cpu().numpy(),
         "replay_entropy": masked.entropy.cpu().numpy(),
         "support_kl": support_kl(batch, masked.support_logprobs.cpu()).numpy(),
     }
+    return columns, evidence
 
 
 def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:

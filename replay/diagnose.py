@@ -1,0 +1,404 @@
+"""diagnose(): what is wrong with a run, in words, from both sides' numbers.
+
+Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scopes` by one rule. Its
+*gain* is how much of the mismatch it removes, summed over the tokens of the scope. It is named when
+
+* it removes at least SHARE of the mismatch there (SHARE_PICKED where the rollouts were picked by
+  their mismatch),
+* the gain is at least STRENGTH standard errors, resampling whole rollouts, and
+* the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
+
+Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from replay.evidence import Evidence, Floats, Mask
+from replay.hypotheses import HYPOTHESES, Hypothesis
+from replay.record_faults import RecordFault, find_record_faults
+from replay.scopes import Scope, everything, of_rollouts, scopes
+from rollout.record import Rollout
+from rollout.self_check import EngineCheck
+
+# fixed on tests/data/sglang_0.5.23_cpu_pytorch; docs/diagnosis.md has the error rates on the others
+SHARE = 0.05
+SHARE_PICKED = 0.2
+STRENGTH = 4.0
+OF_FLOOR = 0.1
+EXCESS = 3.0
+
+LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
+MOST = 0.6  # a cause that removes so much is not the mere look of another
+ALIKE = 0.95  # gains this near the best explain as much as it does
+MIN_TOKENS = 10
+CLUSTERS = 8  # rollouts needed to judge by whole rollouts
+MAX_ROLLOUTS = 400  # looked at one by one
+MAX_ENTRIES = 500_000  # of supports; of larger runs every n-th rollout is diagnosed
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One cause. `also` are other codes that predict the same data."""
+
+    code: str
+    scope: dict[str, Any]
+    sentence: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    advice: str = ""
+    also: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "scope": self.scope,
+            "sentence": self.sentence,
+            "evidence": self.evidence,
+            "advice": self.advice,
+            "also": list(self.also),
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A hypothesis in a scope, and how well it does there."""
+
+    hypothesis: Hypothesis
+    scope: Scope
+    facts: dict[str, Any]
+    gain: float  # nats, summed over tokens
+    share: float  # of the mismatch in the scope
+    strength: float  # in standard errors
+    left: float  # mismatch with it, as a multiple of the noise floor
+    tokens: int
+
+    @property
+    def freedom(self) -> int:
+        return self.hypothesis.freedom + self.scope.freedom
+
+
+Rescore = Callable[[Sequence[Rollout]], Evidence | None]
+OtherPrompts = Callable[[Sequence[Rollout]], dict[str, list[Rollout]]]
+
+
+def diagnose(
+    evidence: Evidence | None,
+    rollouts: Iterable[Rollout],
+    engine: EngineCheck | None = None,
+    rescore: Rescore | None = None,
+    other_prompts: OtherPrompts | None = None,
+) -> list[Diagnosis]:
+    """The causes, best first; exactly one `clean` where there is none.
+
+    `rollouts` are all of them, also those that break content rules or could not be scored;
+    `evidence` is None where there is no trainer. With `rescore` and `other_prompts`, mismatch that
+    nothing explains is replayed with other prompts.
+    """
+    rollouts = list(rollouts)
+    record = [_of_record(fault) for fault in find_record_faults(rollouts, engine, evidence)]
+    causes: list[Diagnosis] = []
+    unexplained: list[Diagnosis] = []
+    if evidence is not None:
+        evidence = _comparable(evidence, record)
+        if len(evidence) >= MIN_TOKENS:
+            causes, unexplained = _numeric(evidence, rescore, other_prompts)
+    whole = [d for d in record if d.code in WHOLE_FILE]
+    broken = [d for d in record if d.code not in WHOLE_FILE]
+    found = [*whole, *causes, *broken, *unexplained]
+    return _without_consequences(found) or [_clean(evidence)]
+
+
+def _comparable(e: Evidence, record: Sequence[Diagnosis]) -> Evidence:
+    """Tokens whose numbers can be compared: what the record's own faults explain is left out."""
+    keep = e.informative & ~e.support.duplicated()
+    for d in record:
+        if d.code == "shifted_by_one":
+            if d.scope["kind"] == "all":
+                keep &= False
+            else:
+                names = set(d.scope["first"])
+                keep &= np.array([r.rollout_id not in names for r in e.rollouts])[e.rollout]
+    step = -(-len(e.support.ids) // MAX_ENTRIES)
+    return e.take(keep & (e.rollout % max(step, 1) == 0))
+
+
+def _numeric(
+    e: Evidence, rescore: Rescore | None, other_prompts: OtherPrompts | None
+) -> tuple[list[Diagnosis], list[Diagnosis]]:
+    """Named causes, and what none of them explains."""
+    explanations = explain(e)
+    best = best_of(explanations)
+    mismatch = e.as_recorded.copy()
+    if best is not None and best.left <= (2 * EXCESS if best.share >= MOST else EXCESS):
+        mismatch[best.scope.tokens] = 0.0
+    causes = [] if best is None else [_of(best, explanations)]
+    rest = excess(e, mismatch)
+    if rest is None:
+        return causes, []
+    unexplained = _unexplained(rest)
+    if rescore is not None and other_prompts is not None:
+        unexplained = _with_other_prompts(e, rest, rescore, other_prompts) or unexplained
+    if best is not None and best.share < MOST and (best.scope.tokens & rest.scope.tokens).any():
+        causes = []  # a little of it looks like something else, as noise does
+    return causes, [unexplained]
+
+
+def explain(e: Evidence) -> list[Explanation]:
+    """Every hypothesis that passes the rule, each in its best scope."""
+    candidates = scopes(e)
+    numbers = np.unique(e.rollout)
+    numbers = numbers[:: -(-len(numbers) // MAX_ROLLOUTS)]
+    parts = {int(i): e.take(e.rollout == i) for i in numbers}
+    found = []
+    for hypothesis in HYPOTHESES:
+        tried = [x for s in candidates if (x := judge(e, hypothesis, s)) is not None]
+        if hypothesis.by_rollout and (picked := _picked(e, parts, hypothesis)) is not None:
+            tried.append(picked)
+        passed = [x for x in tried if passes(x, e)]
+        if (chosen := best_of(passed)) is not None:
+            found.append(chosen)
+    return found
+
+
+def judge(e: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation | None:
+    """Fit `hypothesis` to the tokens of `scope`; None where it predicts what was recorded."""
+    part = e.take(scope.tokens)
+    if len(part) < MIN_TOKENS or (predicted := hypothesis.predict(part)) is None:
+        return None
+    applies = np.ones(len(part), bool) if predicted.applies is None else predicted.applies
+    if applies.sum() < MIN_TOKENS:
+        return None
+    with_it = part.mismatch(predicted.support, predicted.sampled)
+    gain = np.where(applies, part.as_recorded - with_it, 0.0)
+    if not np.isfinite(gain.sum()):
+        return None
+    inside = np.zeros(len(e), bool)
+    inside[np.flatnonzero(scope.tokens)[applies]] = True
+    if "ids" in predicted.facts:
+        names = ", ".join(f"{i}" for i in predicted.facts["ids"])
+        where = f"{scope.where}, in supports that hold {names}"
+        scope = Scope("ids", where, inside, {"ids": list(predicted.facts["ids"])}, scope.freedom)
+    return Explanation(
+        hypothesis=hypothesis,
+        scope=scope,
+        facts=predicted.facts,
+        gain=float(gain.sum()),
+        share=float(gain.sum() / part.as_recorded[applies].sum()),
+        strength=strength(gain[applies], part.rollout[applies]),
+        left=float(with_it[applies].sum() / _floor(part)[applies].sum()),
+        tokens=int(applies.sum()),
+    )
+
+
+def passes(x: Explanation, e: Evidence) -> bool:
+    """The rule of this module."""
+    share = SHARE_PICKED if x.scope.kind == "rollouts" else SHARE
+    least = OF_FLOOR * float(_floor(e)[x.scope.tokens].sum()) * x.tokens / x.scope.tokens.sum()
+    return x.share >= share and x.strength >= STRENGTH and x.gain >= least
+
+
+def best_of(found: Sequence[Explanation]) -> Explanation | None:
+    """The largest gain; among those that are nearly as large, the least free."""
+    if not found:
+        return None
+    most = max(x.gain for x in found)
+    return min((x for x in found if x.gain >= ALIKE * most), key=lambda x: (x.freedom, -x.gain))
+
+
+def strength(gain: Floats, rollout: np.ndarray) -> float:
+    """Total over its standard error, by rollouts; by tokens where the rollouts are few."""
+    of_rollout = np.unique(rollout, return_inverse=True)[1]
+    if of_rollout.max(initial=-1) + 1 < CLUSTERS:
+        of_rollout = np.arange(len(gain))
+    total, size = np.bincount(of_rollout, gain), np.bincount(of_rollout)
+    spread = total - gain.sum() / len(gain) * size
+    error = float(np.sqrt((spread**2).sum() * len(total) / max(len(total) - 1, 1)))
+    if error == 0:
+        return float(np.sign(gain.sum()) * np.inf) if gain.sum() else 0.0
+    return float(gain.sum() / error)
+
+
+def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
+    """Where `mismatch` [T] is beyond what honest numerics explain, in its best scope."""
+    beyond = mismatch - EXCESS * _floor(e)
+    hypothesis = Hypothesis("other_weights", lambda _: None, "", "")
+
+    def weigh(scope: Scope) -> Explanation:
+        inside = scope.tokens
+        return Explanation(
+            hypothesis=hypothesis,
+            scope=scope,
+            facts={},
+            gain=float(beyond[inside].sum()),
+            share=float(beyond[inside].sum() / max(mismatch[inside].sum(), 1e-12)),
+            strength=strength(beyond[inside], e.rollout[inside]),
+            left=float(mismatch[inside].sum() / _floor(e)[inside].sum()),
+            tokens=int(inside.sum()),
+        )
+
+    tried = [weigh(scope) for scope in scopes(e)]
+    affected = _stand_out(e, beyond, np.maximum(mismatch, 1e-12), share=0.1)
+    if affected.any():
+        tried.append(weigh(of_rollouts(e, affected)))
+    return best_of([x for x in tried if passes(x, e)])
+
+
+def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> Explanation | None:
+    """The rollouts that the hypothesis explains one by one, judged together."""
+    fitted = np.zeros(len(e.rollouts), bool)
+    for i, part in parts.items():
+        one = judge(part, hypothesis, everything(part))
+        fitted[i] = one is not None and one.share >= SHARE_PICKED and one.strength >= 3.0
+    return judge(e, hypothesis, of_rollouts(e, fitted)) if fitted.any() else None
+
+
+def _stand_out(e: Evidence, gain: Floats, mismatch: Floats, share: float) -> Mask:
+    """[n] rollouts whose own gain is a clear part of their own mismatch."""
+    out = np.zeros(len(e.rollouts), bool)
+    for i in np.unique(e.rollout):
+        mine = e.rollout == i
+        if mine.sum() >= 5 and gain[mine].sum() >= share * mismatch[mine].sum():
+            out[i] = strength(gain[mine], np.zeros(mine.sum(), int)) >= 3.0
+    return out
+
+
+def _floor(e: Evidence) -> Floats:
+    return np.maximum(e.floor, LEAST_FLOOR)
+
+
+def _of(best: Explanation, all_of_them: Sequence[Explanation]) -> Diagnosis:
+    rivals = [
+        x.hypothesis.code
+        for x in all_of_them
+        if x.hypothesis.code != best.hypothesis.code and x.gain >= ALIKE * best.gain
+    ]
+    h = best.hypothesis
+    facts = {"temperature": "?", "shift": 0.0} | best.facts
+    if isinstance(facts["temperature"], list):
+        facts["temperature"] = " / ".join(f"{t:g}" for t in facts["temperature"])
+    return Diagnosis(
+        code=h.code,
+        scope=best.scope.as_dict(),
+        sentence=h.sentence.format(where=best.scope.where, **facts) + ".",
+        evidence={
+            **best.facts,
+            "tokens": best.tokens,
+            "share_of_mismatch_removed": round(best.share, 4),
+            "standard_errors": round(min(best.strength, 1e6), 1),
+            "left_over_noise_floor": round(best.left, 2),
+        },
+        advice=h.advice,
+        also=tuple(dict.fromkeys((*rivals, *h.same))),
+    )
+
+
+def _unexplained(rest: Explanation) -> Diagnosis:
+    stale = rest.scope.kind in ("version", "tail")
+    return Diagnosis(
+        code="other_weights",
+        scope=rest.scope.as_dict(),
+        sentence=f"{rest.scope.where}, the engine and the policy differ {rest.left:.1f} times as "
+        "much as two precisions of the policy's head do, and no other cause explains it: they "
+        f"have other weights{' (stale ones, from that point on)' if stale else ''}.",
+        evidence={
+            "tokens": rest.tokens,
+            "over_noise_floor": round(rest.left, 2),
+            "standard_errors": round(min(rest.strength, 1e6), 1),
+        },
+        advice="compare checkpoint, revision, adapters and quantisation of both sides, and "
+        "whether the last weight update reached the engine",
+    )
+
+
+def _with_other_prompts(
+    e: Evidence, rest: Explanation, rescore: Rescore, other_prompts: OtherPrompts
+) -> Diagnosis | None:
+    """The best of a few other prompts, if it brings a sample of the scope near the noise floor."""
+    sample = np.unique(e.rollout[rest.scope.tokens])
+    sample = sample[np.linspace(0, len(sample) - 1, min(8, len(sample))).astype(int)]
+    mine = [e.rollouts[i] for i in sample]
+    before = e.take(np.isin(e.rollout, sample))
+    ratios = {}
+    for name, changed in list(other_prompts(mine).items())[:3]:
+        after = rescore(changed)
+        if after is not None and len(after := after.take(after.informative)):
+            ratios[name] = float(after.as_recorded.sum() / _floor(after).sum())
+    if not ratios:
+        return None
+    name = min(ratios, key=lambda n: ratios[n])
+    was = float(before.as_recorded.sum() / _floor(before).sum())
+    if not (ratios[name] <= EXCESS and ratios[name] <= 0.7 * was):
+        return None
+    return Diagnosis(
+        code="prompt_differs",
+        scope=rest.scope.as_dict(),
+        sentence=f"{rest.scope.where}, the engine did not read the recorded prompt: {name}, both "
+        "sides agree.",
+        evidence={
+            "rollouts_replayed": len(mine),
+            "over_noise_floor": {"as recorded": round(was, 2)}
+            | {n: round(r, 2) for n, r in ratios.items()},
+        },
+        advice="send and record the same prompt_ids; let one side add BOS and apply the template",
+    )
+
+
+def _of_record(fault: RecordFault) -> Diagnosis:
+    return Diagnosis(**vars(fault))
+
+
+WHOLE_FILE = ("shifted_by_one", "support_padded", "full_logprobs_stored")
+
+SUPERSEDES = {
+    "shifted_by_one": {
+        "other_weights",
+        "sampled_outside_support",
+        "singleton_logprob",
+        "logprobs_disagree",
+        "support_truncated",
+    },
+    "full_logprobs_stored": {"singleton_logprob", "logprobs_disagree", "support_truncated"},
+    "support_padded": {
+        "support_truncated",
+        "duplicate_ids",
+        "nonfinite_logprob",
+        "sentinel_logprob",
+        "singleton_logprob",
+        "logprobs_disagree",
+    },
+    "duplicate_ids": {"support_truncated", "logprobs_disagree"},
+    "sampled_outside_support": {"logprobs_disagree"},
+    "support_truncated": {"logprobs_disagree"},
+}
+
+
+def _without_consequences(found: list[Diagnosis]) -> list[Diagnosis]:
+    """What follows from another diagnosis is named in its `also`, and a code stands once."""
+    out: dict[str, Diagnosis] = {}
+    for d in found:
+        out.setdefault(d.code, d)
+    for code, consequences in SUPERSEDES.items():
+        if code in out and (gone := [c for c in out if c in consequences]):
+            also = tuple(dict.fromkeys((*out[code].also, *gone)))
+            out[code] = Diagnosis(**{**vars(out[code]), "also": also})
+            out = {c: d for c, d in out.items() if c not in gone}
+    return list(out.values())
+
+
+def _clean(e: Evidence | None) -> Diagnosis:
+    if e is None or len(e) < MIN_TOKENS:
+        words = "No content rule is broken; there are too few scored tokens to look for causes."
+        return Diagnosis("clean", {"kind": "all", "where": "In every rollout"}, words)
+    over = float(e.as_recorded.sum() / _floor(e).sum())
+    return Diagnosis(
+        code="clean",
+        scope=everything(e).as_dict(),
+        sentence=f"Both sides differ {over:.1f} times as much as two precisions of the policy's "
+        "head do: honest numerics.",
+        evidence={"tokens": len(e), "over_noise_floor": round(over, 2)},
+    )
