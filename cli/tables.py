@@ -168,6 +168,11 @@ def print_report(report: Report) -> None:
         click.echo(f"finding {finding.code}: {finding.count} tokens; first {finding.first}")
     for gate in report.failed_gates:
         click.echo(f"gate {gate.name}: {gate.value:.4g} is above {gate.limit:g}")
+    for diagnosis in report.diagnoses:
+        same = f" (the same data: {', '.join(diagnosis.also)})" if diagnosis.also else ""
+        click.echo(f"{diagnosis.code}: {diagnosis.sentence}{same}")
+        if diagnosis.advice:
+            click.echo(f"  -> {diagnosis.advice}")
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
 
 

@@ -2,6 +2,8 @@
 
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
+from replay.diagnose import Diagnosis, diagnose
+from replay.evidence import Evidence
 from replay.job import replay_run
 from replay.policy import Policy
 from replay.reference import SupportScores
@@ -11,6 +13,8 @@ from replay.tokens import TokenTable
 from replay.verify import Finding, Verified, verify
 
 __all__ = [
+    "Diagnosis",
+    "Evidence",
     "Finding",
     "FullScores",
     "GatesConfig",
@@ -21,6 +25,7 @@ __all__ = [
     "SupportScores",
     "TokenTable",
     "Verified",
+    "diagnose",
     "make_report",
     "pack",
     "replay_run",

@@ -33,6 +33,7 @@ STRENGTH = 4.0
 OF_FLOOR = 0.1
 EXCESS = 3.0
 
+CLEAN = "clean"
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
 MOST = 0.6  # a cause that removes so much is not the mere look of another
 ALIKE = 0.95  # gains this near the best explain as much as it does
@@ -100,11 +101,12 @@ def diagnose(
     nothing explains is replayed with other prompts.
     """
     rollouts = list(rollouts)
-    record = [_of_record(fault) for fault in find_record_faults(rollouts, engine, evidence)]
+    faults = find_record_faults(rollouts, engine, evidence)
+    record = [_of_record(fault) for fault in faults]
     causes: list[Diagnosis] = []
     unexplained: list[Diagnosis] = []
     if evidence is not None:
-        evidence = _comparable(evidence, record)
+        evidence = _comparable(evidence, faults)
         if len(evidence) >= MIN_TOKENS:
             causes, unexplained = _numeric(evidence, rescore, other_prompts)
     whole = [d for d in record if d.code in WHOLE_FILE]
@@ -113,18 +115,13 @@ def diagnose(
     return _without_consequences(found) or [_clean(evidence)]
 
 
-def _comparable(e: Evidence, record: Sequence[Diagnosis]) -> Evidence:
+def _comparable(e: Evidence, faults: Sequence[RecordFault]) -> Evidence:
     """Tokens whose numbers can be compared: what the record's own faults explain is left out."""
-    keep = e.informative & ~e.support.duplicated()
-    for d in record:
-        if d.code == "shifted_by_one":
-            if d.scope["kind"] == "all":
-                keep &= False
-            else:
-                names = set(d.scope["first"])
-                keep &= np.array([r.rollout_id not in names for r in e.rollouts])[e.rollout]
-    step = -(-len(e.support.ids) // MAX_ENTRIES)
-    return e.take(keep & (e.rollout % max(step, 1) == 0))
+    out = frozenset().union(*(fault.left_out for fault in faults))
+    comparable = np.array([r.rollout_id not in out for r in e.rollouts], bool)[e.rollout]
+    step = max(1, -(-len(e.support.ids) // MAX_ENTRIES))
+    usable = e.informative & ~e.support.duplicated() & (e.rollout % step == 0)
+    return e.take(usable & comparable)
 
 
 def _numeric(
@@ -349,7 +346,9 @@ def _with_other_prompts(
 
 
 def _of_record(fault: RecordFault) -> Diagnosis:
-    return Diagnosis(**vars(fault))
+    fields = vars(fault).copy()
+    del fields["left_out"]
+    return Diagnosis(**fields)
 
 
 WHOLE_FILE = ("shifted_by_one", "support_padded", "full_logprobs_stored")
@@ -393,10 +392,10 @@ def _without_consequences(found: list[Diagnosis]) -> list[Diagnosis]:
 def _clean(e: Evidence | None) -> Diagnosis:
     if e is None or len(e) < MIN_TOKENS:
         words = "No content rule is broken; there are too few scored tokens to look for causes."
-        return Diagnosis("clean", {"kind": "all", "where": "In every rollout"}, words)
+        return Diagnosis(CLEAN, {"kind": "all", "where": "In every rollout"}, words)
     over = float(e.as_recorded.sum() / _floor(e).sum())
     return Diagnosis(
-        code="clean",
+        code=CLEAN,
         scope=everything(e).as_dict(),
         sentence=f"Both sides differ {over:.1f} times as much as two precisions of the policy's "
         "head do: honest numerics.",

@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 
 from replay.config import ReplayConfig
+from replay.other_prompts import other_prompts
 from replay.policy import Policy
 from replay.report import Report, make_report
 from replay.tokens import TokenTable
@@ -53,7 +54,7 @@ def replay_run(
         done, tokens = done + more_rollouts, tokens + more_tokens
         on_progress(done, len(rollouts), tokens)
 
-    verified = verify(rollouts, policy, config, on_batch)
+    verified = verify(rollouts, policy, config, on_batch, other_prompts(model))
     precision = policy.description | {"head_dtype": config.head_dtype}
     report = make_report(verified, config.gates, precision)
     about = {"run_id": run.info.get("run_id"), "created_us": time.time_ns() // 1000}

@@ -29,6 +29,7 @@ class RecordFault:
     evidence: dict[str, Any] = field(default_factory=dict)
     advice: str = ""
     also: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()  # rollouts whose numbers it makes incomparable
 
 
 def find_record_faults(
@@ -107,6 +108,7 @@ def _shifted(rollouts: Sequence[Rollout]) -> list[RecordFault]:
             f"{scope['where']}, the support of output token t is that of token t{step:+d}.",
             {"tokens": tokens, "shift": step},
             "align supports with output_ids: row t is what token t was sampled from",
+            left_out=frozenset(names),
         )
     ]
 

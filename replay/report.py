@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from replay.config import GatesConfig
+from replay.diagnose import CLEAN, Diagnosis
 from replay.tokens import Floats
 from replay.verify import Finding, Verified
 from rollout.stats import support_sizes
@@ -37,6 +38,12 @@ class Report:
     gates: tuple[Gate, ...]
     findings: tuple[Finding, ...]
     precision: dict[str, str]
+    diagnoses: tuple[Diagnosis, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Diagnosis, ...]:
+        """The diagnoses that are not `clean`."""
+        return tuple(d for d in self.diagnoses if d.code != CLEAN)
 
     @property
     def failed_gates(self) -> tuple[Gate, ...]:
@@ -44,12 +51,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        return INCONSISTENT if self.findings or self.failed_gates else CONSISTENT
+        wrong = self.findings or self.failed_gates or self.faults
+        return INCONSISTENT if wrong else CONSISTENT
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; numbers that could not be measured are None."""
         return {
             "verdict": self.verdict,
+            "diagnoses": [d.as_dict() for d in self.diagnoses],
             "findings": [asdict(finding) for finding in self.findings],
             "failed_gates": [gate.name for gate in self.failed_gates],
             "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
@@ -68,7 +77,7 @@ def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str
         "support_kl": numbers["support_kl"],
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
-    return Report(numbers, judged, verified.findings, precision)
+    return Report(numbers, judged, verified.findings, precision, verified.diagnoses)
 
 
 def measure(verified: Verified) -> dict[str, Any]:

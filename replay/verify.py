@@ -12,6 +12,7 @@ from torch import Tensor
 
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
+from replay.diagnose import Diagnosis, OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
 from replay.policy import Policy
 from replay.reference import segments
@@ -19,6 +20,7 @@ from replay.score import score_full, score_support
 from replay.tokens import OK, TokenTable, recorded
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
+from rollout.self_check import check_engine
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,13 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What `verify` found: the scores, and the content rules that were broken."""
+    """What `verify` found: the scores, the content rules that were broken, and what is wrong."""
 
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
-    evidence: Evidence | None  # whole supports, for `diagnose`; None where nothing was scored
+    evidence: Evidence | None  # whole supports; None where nothing was scored
+    diagnoses: tuple[Diagnosis, ...]  # best first; one `clean` where nothing is wrong
 
 
 def verify(
@@ -46,11 +49,13 @@ def verify(
     policy: Policy,
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
+    other_prompts: OtherPrompts | None = None,
 ) -> Verified:
-    """Score every sampled token; bad content never raises, it becomes a finding.
+    """Score every sampled token and say what is wrong; bad content never raises, it is a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch.
+    `other_prompts` is tried where nothing else explains a mismatch.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
@@ -58,16 +63,29 @@ def verify(
     scored, evidence = [], []
     for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        columns, supports = _scores(batch, policy, config)
+        columns, part = _scores(batch, policy, config)
         scored.append(replace(table, **columns))
-        evidence.append(supports)
+        evidence.append(part)
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
         findings += _no_numbers(TokenTable.concatenate(scored))
     tokens = TokenTable.concatenate([*unscored, *scored])
     whole = Evidence.concatenate(evidence) if evidence else None
-    return Verified(tokens, tuple(findings), len(rollouts), whole)
+    diagnoses = diagnose(
+        whole,
+        rollouts,
+        check_engine(rollouts),
+        lambda changed: rescore(changed, policy, config),
+        other_prompts,
+    )
+    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses))
+
+
+def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
+    """The evidence of `rollouts` alone; None where no token can be scored."""
+    parts = [_scores(batch, policy, config)[1] for batch in pack(rollouts, config.max_tokens)]
+    return Evidence.concatenate(parts) if parts else None
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:

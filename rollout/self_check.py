@@ -12,6 +12,7 @@ logits shows that too: T * (lp_i - lp_j) is the difference of two logits, a mult
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,6 +160,14 @@ class SelfCheck:
         self._n[part + "order"] += len(mass)
         self._n[part + "joint"] += int((too_wide | too_narrow).sum())
         self._n[part + "sequential"] += int((above > r.top_p * top_k_mass_at_most + SLACK).sum())
+
+
+def check_engine(rollouts: Iterable[Rollout]) -> EngineCheck:
+    """The facts that all `rollouts` together show."""
+    check = SelfCheck()
+    for rollout in rollouts:
+        check.add(rollout)
+    return check.facts()
 
 
 def grid_share(

@@ -12,7 +12,7 @@ from builders import RECORDED, make_rollout, recorded_lines
 
 from rollout.adapters.sglang_jsonl import parse_line
 from rollout.record import Rollout
-from rollout.self_check import EngineCheck, SelfCheck
+from rollout.self_check import check_engine
 from rollout.stats import run_stats
 from rollout.support import Support
 from rollout.writer import RunWriter
@@ -23,16 +23,9 @@ def recorded(name: str) -> list[Rollout]:
     return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
 
 
-def facts(rollouts: list[Rollout]) -> EngineCheck:
-    check = SelfCheck()
-    for rollout in rollouts:
-        check.add(rollout)
-    return check.facts()
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_three_real_engines(name: str) -> None:
-    got = facts(recorded(name))
+    got = check_engine(recorded(name))
     assert got.filter_order == "joint"
     assert (got.joint_violated, got.after_temperature_violated) == (0, 0)
     assert got.tie_policy == ("keep" if "flashinfer" in name else "cut")
@@ -99,12 +92,12 @@ def engine(
     ],
 )
 def test_an_engine_is_recognised(made: dict[str, str], fact: str, wanted: str) -> None:
-    assert getattr(facts([engine(seed, **made) for seed in range(20)]), fact) == wanted
+    assert getattr(check_engine([engine(seed, **made) for seed in range(20)]), fact) == wanted
 
 
 @pytest.mark.parametrize("wrong", [0.999, 1.001, 1.05])
 def test_the_grid_resolves_a_temperature_that_is_off_by_a_thousandth(wrong: float) -> None:
-    got = facts([replace(engine(0), temperature=0.7 * wrong)])
+    got = check_engine([replace(engine(0), temperature=0.7 * wrong)])
     assert got.head != "bfloat16"
 
 
@@ -117,10 +110,10 @@ def test_rows_that_say_nothing_say_nothing() -> None:
         replace(rollout, support_logprobs=np.full(3, np.nan, np.float32)),
         replace(engine(1), top_p=1.0),
     ]
-    got = facts(nothing)
+    got = check_engine(nothing)
     assert (got.filter_order, got.order_rows) == ("unknown", 0)
-    assert facts([]) == facts([replace(rollout, support_logprobs=None)])
-    assert set(facts([]).as_dict().values()) == {"unknown", 0}
+    assert check_engine([]) == check_engine([replace(rollout, support_logprobs=None)])
+    assert set(check_engine([]).as_dict().values()) == {"unknown", 0}
 
 
 def test_stats_of_a_run_hold_it(tmp_path: Path) -> None:
@@ -128,4 +121,4 @@ def test_stats_of_a_run_hold_it(tmp_path: Path) -> None:
     with RunWriter(tmp_path, {}) as writer:
         for rollout in rollouts:
             writer.write(rollout)
-    assert run_stats(tmp_path)["engine_check"] == facts(rollouts).as_dict()
+    assert run_stats(tmp_path)["engine_check"] == check_engine(rollouts).as_dict()
