@@ -147,24 +147,23 @@ def _numeric(
 
 def explain(e: Evidence) -> list[Explanation]:
     """Every hypothesis that passes the rule, each in its best scope."""
-    candidates = scopes(e)
+    everywhere = [(scope, e.take(scope.tokens)) for scope in scopes(e)]
     numbers = np.unique(e.rollout)
     numbers = numbers[:: -(-len(numbers) // MAX_ROLLOUTS)]
-    parts = {int(i): e.take(e.rollout == i) for i in numbers}
+    one_by_one = {int(i): e.take(e.rollout == i) for i in numbers}
     found = []
     for hypothesis in HYPOTHESES:
-        tried = [x for s in candidates if (x := judge(e, hypothesis, s)) is not None]
-        if hypothesis.by_rollout and (picked := _picked(e, parts, hypothesis)) is not None:
-            tried.append(picked)
-        passed = [x for x in tried if passes(x, e)]
-        if (chosen := best_of(passed)) is not None:
+        tried = [judge(part, hypothesis, scope) for scope, part in everywhere]
+        if hypothesis.by_rollout:
+            tried.append(_picked(e, one_by_one, hypothesis))
+        chosen = best_of([x for x in tried if x is not None and passes(x, e)])
+        if chosen is not None:
             found.append(chosen)
     return found
 
 
-def judge(e: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation | None:
-    """Fit `hypothesis` to the tokens of `scope`; None where it predicts what was recorded."""
-    part = e.take(scope.tokens)
+def judge(part: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation | None:
+    """Fit `hypothesis` to `part`, the tokens of `scope`; None where it predicts no change."""
     if len(part) < MIN_TOKENS or (predicted := hypothesis.predict(part)) is None:
         return None
     applies = np.ones(len(part), bool) if predicted.applies is None else predicted.applies
@@ -174,9 +173,9 @@ def judge(e: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation | No
     gain = np.where(applies, part.as_recorded - with_it, 0.0)
     if not np.isfinite(gain.sum()):
         return None
-    inside = np.zeros(len(e), bool)
-    inside[np.flatnonzero(scope.tokens)[applies]] = True
     if "ids" in predicted.facts:
+        inside = np.zeros(len(scope.tokens), bool)
+        inside[np.flatnonzero(scope.tokens)[applies]] = True
         names = ", ".join(f"{i}" for i in predicted.facts["ids"])
         where = f"{scope.where}, in supports that hold {names}"
         scope = Scope("ids", where, inside, {"ids": list(predicted.facts["ids"])}, scope.freedom)
@@ -251,7 +250,10 @@ def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> 
     for i, part in parts.items():
         one = judge(part, hypothesis, everything(part))
         fitted[i] = one is not None and one.share >= SHARE_PICKED and one.strength >= 3.0
-    return judge(e, hypothesis, of_rollouts(e, fitted)) if fitted.any() else None
+    if not fitted.any():
+        return None
+    scope = of_rollouts(e, fitted)
+    return judge(e.take(scope.tokens), hypothesis, scope)
 
 
 def _stand_out(e: Evidence, gain: Floats, mismatch: Floats, share: float) -> Mask:

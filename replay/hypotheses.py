@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from replay.evidence import Evidence, Floats, Mask
-from rollout.self_check import grid_share
+from rollout.self_check import GRID, GRID_SLACK
 
 DEAD_BAND = 0.025  # clean slopes are up to 1.6 % low: errors in the regressor
+ON_GRID = 0.9  # share of pairs of a bf16 head
+GRID_PAIRS = 3000
+FIT_ENTRIES = 10_000
 NEAR = 0.2  # factors this near 1 that the bf16 grid can rule out
 MAX_IDS = 5
 
@@ -72,13 +75,13 @@ def temperature_other(e: Evidence) -> Prediction | None:
         return None
     factor, share_before, share_after = _on_grid(e, slope)
     # where the head is bf16, its grid decides; else the fit outside its dead band
-    if abs(factor - 1) < (5e-4 if share_after > 0.9 > share_before else DEAD_BAND):
+    if abs(factor - 1) < (5e-4 if share_after > ON_GRID > share_before else DEAD_BAND):
         return None
-    if share_before > 0.9 and abs(factor - 1) < NEAR:
+    if share_before > ON_GRID and abs(factor - 1) < NEAR:
         return None
     temperatures = sorted({round(float(t) / factor, 4) for t in np.unique(e.temperature)})
     facts: dict[str, Any] = {"logit_factor": round(factor, 4), "temperature": temperatures}
-    if share_after > 0.9:
+    if share_after > ON_GRID:
         facts["on_bf16_grid"] = {
             "as_recorded": round(share_before, 3),
             "estimate": round(share_after, 3),
@@ -99,31 +102,37 @@ def logit_factor(e: Evidence) -> float | None:
         return float((weight * x * y).sum()) / spread if spread > 0 else None
     if not e.informative.any():
         return None
-    return _search(0.3, 3.0, lambda factor: float(e.mismatch(scaled(e, factor)).mean()))
+    few = _fewer(e)
+    return _search(0.3, 3.0, lambda factor: float(few.mismatch(scaled(few, factor)).mean()))
 
 
 def _on_grid(e: Evidence, factor: float) -> tuple[float, float, float]:
     """`factor` made exact by the grid of a bf16 head, and the shares on it before and after."""
-    known = e.has_support[e.rows]
-    if known.sum() < 20:
+    known = np.flatnonzero(e.has_support[e.rows])
+    if len(known) < 20:
         return factor, 0.0, 0.0
-    entries = np.flatnonzero(known)[:: max(1, int(known.sum()) // 20_000)]
-    logprobs = e.support_logprobs
-    peak = np.maximum.reduceat(logprobs, e.support.offsets[:-1])[e.rows]
-    unit = e.temperature[e.rows[entries]]
+    some = known[:: max(1, len(known) // GRID_PAIRS)]
+    peak = np.maximum.reduceat(e.support_logprobs, e.support.offsets[:-1])[e.rows]
+    steps = ((e.support_logprobs - peak) * e.temperature[e.rows])[some] / GRID
+    steps = steps[(steps != 0) & (steps > -4 / GRID)]  # the farther, the sooner it is off the grid
+    if len(steps) < 10:
+        return factor, 0.0, 0.0
 
-    def share(f: float) -> float:
-        # logits of unit temperature: the difference times T/f must be on the grid
-        near, pairs = grid_share(logprobs[entries] * unit / f, peak[entries] * unit / f, 1.0)
-        return near / max(pairs, 1)
+    def share(f: float, slack: float) -> float:
+        off = steps / f
+        return float((np.abs(off - np.round(off)) * GRID < slack).mean())
 
-    before = share(1.0)
-    nearby = factor * np.linspace(0.98, 1.02, 401)
-    shares = [share(f) for f in nearby]
-    best = int(np.argmax(shares))
-    if shares[best] > 0.9:
-        return float(nearby[best]), before, shares[best]
-    return factor, before, shares[best]
+    before = share(1.0, GRID_SLACK)
+    if before > ON_GRID and abs(factor - 1) < NEAR:
+        return factor, before, before
+    # each pass is as coarse as its slack allows
+    for width, points, slack in ((0.02, 41, GRID / 8), (1e-3, 101, 1e-4), (2e-5, 21, GRID_SLACK)):
+        nearby = factor * (1 + width * np.linspace(-1, 1, points))
+        shares = [share(float(f), slack) for f in nearby]
+        if max(shares) <= ON_GRID:
+            return factor, before, max(shares)
+        factor = float(np.mean(nearby[np.array(shares) == max(shares)]))
+    return factor, before, max(shares)
 
 
 def full_logprobs_stored(e: Evidence) -> Prediction | None:
@@ -168,18 +177,28 @@ def _shifted_by(e: Evidence, step: int) -> Prediction:
 
 def softcap(e: Evidence) -> Prediction | None:
     """tanh bends large logits: a curvature that no factor gives."""
-    z = e.temperature[e.rows] * (e.replay_support + e.logsumexp[e.rows])
-    at = e.temperature[e.rows]
+    cap = None if e.softcap is not None else _search(10.0, 400.0, _loss_of_cap(_fewer(e)))
+    facts = {"cap": cap and round(cap, 1), "policy_cap": e.softcap}
+    return Prediction(_capped(e, cap), facts=facts)
+
+
+def _capped(e: Evidence, cap: float | None) -> Floats:
+    """[E] The policy's logprobs with its logits capped at `cap`, and without the policy's own."""
+    temperature = e.temperature[e.rows]
+    z = temperature * (e.replay_support + e.logsumexp[e.rows])
     if e.softcap is not None:
         z = e.softcap * np.arctanh(np.clip(z / e.softcap, -1 + 1e-7, 1 - 1e-7))
-        none = e.normalised(z / at)
-        return Prediction(none, facts={"cap": None, "policy_cap": e.softcap})
+    return e.normalised((z if cap is None else cap * np.tanh(z / cap)) / temperature)
 
-    def capped(cap: float) -> Floats:
-        return e.normalised(cap * np.tanh(z / cap) / at)
 
-    cap = _search(10.0, 400.0, lambda c: float(e.mismatch(capped(c)).mean()))
-    return Prediction(capped(cap), facts={"cap": round(cap, 1), "policy_cap": None})
+def _loss_of_cap(e: Evidence) -> Callable[[float], float]:
+    return lambda cap: float(e.mismatch(_capped(e, cap)).mean())
+
+
+def _fewer(e: Evidence) -> Evidence:
+    """Every n-th token, enough to fit one number."""
+    step = len(e.support.ids) // FIT_ENTRIES
+    return e if step <= 1 else e.take(np.arange(len(e)) % step == 0)
 
 
 def penalty(e: Evidence) -> Prediction | None:
@@ -231,7 +250,9 @@ def bias(e: Evidence) -> Prediction | None:
         with np.errstate(invalid="ignore", divide="ignore"):
             by = np.bincount(place, pull) / information
             strength = np.abs(np.bincount(place, pull)) / np.sqrt(np.bincount(place, pull**2))
-        enough = (np.bincount(place) >= 6) & (np.abs(by) > 0.1) & (strength > 4.5)
+        # once one is sure, the next are likelier
+        clear = strength > (3.5 if found.any() else 4.5)
+        enough = (np.bincount(place) >= 6) & (np.abs(by) > 0.1) & clear
         strength = np.where(enough & (found == 0), strength * np.abs(by), 0.0)
         best = int(np.argmax(strength))
         if strength[best] == 0:

@@ -280,9 +280,7 @@ def _sampled_only(inject: Inject) -> Inject:
 def _two_endpoints(change: Change) -> Inject:
     """Odd rollouts came from b, which is faulty."""
     at_a, at_b = at_endpoint("http://a"), at_endpoint("http://b")
-    return lambda rollouts: [
-        at_b(change(r)) if i % 2 else at_a(r) for i, r in enumerate(rollouts)
-    ]
+    return lambda rollouts: [at_b(change(r)) if i % 2 else at_a(r) for i, r in enumerate(rollouts)]
 
 
 def _is_warm(i: int, r: Rollout) -> bool:
