@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -141,6 +141,11 @@ class Evidence:
             **{name: getattr(self, name)[keep] for name in TOKEN_FIELDS},
             **{name: getattr(self, name)[entries] for name in ENTRY_FIELDS},
         )
+
+    def sampled_only(self) -> Evidence:
+        """As if the engine had recorded the sampled token alone."""
+        unknown = np.full_like(self.support_logprobs, np.nan)
+        return replace(self, support_logprobs=unknown)
 
     @classmethod
     def concatenate(cls, parts: Iterable[Evidence]) -> Evidence:

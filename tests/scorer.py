@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from replay import Policy, pack, score_support
+from replay import Policy, pack
 from replay.evidence import Evidence, make_evidence
 from replay.reference import shape_logits
 from rollout.record import Rollout
 
 
 class Scorer:
-    """What `verify` computes for `diagnose`. Hidden states are kept by input ids, the policy's
-    whole-vocabulary sums by input ids and temperature; `head` changes share the hidden states."""
+    """What `verify` computes for `diagnose`, from logits [R, V] that are kept by input ids."""
 
     def __init__(self, policy: Policy, head_dtype: torch.dtype = torch.float32) -> None:
         self.policy, self.head_dtype = policy, head_dtype
         self._hidden: dict[bytes, torch.Tensor] = {}
-        self._full: dict[tuple[bytes, float], torch.Tensor] = {}
+        self._logits: dict[bytes, torch.Tensor] = {}
 
     def with_policy(self, policy: Policy) -> Scorer:
-        """The same body with another head, scale or softcap."""
+        """The same body with another head or softcap."""
         other = Scorer(policy, self.head_dtype)
         other._hidden = self._hidden
         return other
+
+    def forget(self) -> None:
+        """What was kept so far will not come again."""
+        self._hidden.clear()
+        self._logits.clear()
 
     def evidence(self, rollouts: Sequence[Rollout]) -> Evidence:
         return Evidence.concatenate([self._one(r) for r in rollouts if len(r.support.ids)])
@@ -37,38 +41,37 @@ class Scorer:
         (batch,) = pack([rollout], 1)
         key = batch.input_ids.numpy().tobytes()
         if key not in self._hidden:
-            self._hidden[key] = self.policy.hidden(batch.input_ids, batch.position_ids).clone()
-        hidden, policy = self._hidden[key][batch.hidden_rows], self.policy
-        head: dict[str, Any] = {
-            "temperature": batch.temperature,
-            "softcap": policy.softcap,
-            "logit_scale": policy.logit_scale,
-        }
+            hidden = self.policy.hidden(batch.input_ids, batch.position_ids)
+            self._hidden[key] = hidden[len(rollout.prompt_ids) - 1 :].float()
+        if key not in self._logits:
+            self._logits[key] = self._hidden[key] @ self.policy.weight.float().T
+        rows = np.flatnonzero(~rollout.is_forced)
+        z = self._logits[key][rows]
         other = torch.bfloat16 if self.head_dtype == torch.float32 else torch.float32
-        masked, rounded = (
-            score_support(
-                hidden,
-                policy.weight,
-                batch.targets,
-                batch.support_ids,
-                batch.support_offsets,
-                return_support_logprobs=True,
-                head_dtype=dtype,
-                **head,
-            )
-            for dtype in (self.head_dtype, other)
-        )
-        if (key, rollout.temperature) not in self._full:
-            z = hidden.float() @ policy.weight.float().T
-            z = shape_logits(z, policy.logit_scale, policy.softcap, self.head_dtype)
-            self._full[key, rollout.temperature] = (z / rollout.temperature).logsumexp(1)
-        full = masked.logprob + masked.logsumexp - self._full[key, rollout.temperature]
-        assert masked.support_logprobs is not None and rounded.support_logprobs is not None
+        of_entry = torch.repeat_interleave(batch.support_offsets.diff())
+        shaped = self._shaped(z, self.head_dtype) / rollout.temperature
+        rough = self._shaped(z[of_entry, batch.support_ids], other) / rollout.temperature
+        offsets = batch.support_offsets[:-1].numpy()
+        entries = shaped[of_entry, batch.support_ids].double().numpy()
+        logprobs, sums = _log_softmax(entries, offsets, of_entry.numpy())
+        at_target = shaped.gather(1, batch.targets[:, None])[:, 0]
         return make_evidence(
             [rollout],
-            masked.support_logprobs.numpy(),
-            rounded.support_logprobs.numpy(),
-            np.asarray(full),
-            masked.logsumexp.numpy(),
-            policy.softcap,
+            logprobs,
+            _log_softmax(rough.double().numpy(), offsets, of_entry.numpy())[0],
+            (at_target - shaped.logsumexp(1)).numpy(),
+            sums,
+            self.policy.softcap,
         )
+
+    def _shaped(self, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return shape_logits(z, self.policy.logit_scale, self.policy.softcap, dtype)
+
+
+def _log_softmax(
+    z: NDArray[np.float64], offsets: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[E] over each support, and [T] the logsumexp; supports are not empty."""
+    peak = np.maximum.reduceat(z, offsets)
+    sums = peak + np.log(np.add.reduceat(np.exp(z - peak[rows]), offsets))
+    return z - sums[rows], sums

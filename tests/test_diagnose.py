@@ -118,10 +118,7 @@ def first(played: tuple[list[Rollout], Evidence]) -> Diagnosis:
 
 def sampled_only(played: tuple[list[Rollout], Evidence]) -> tuple[list[Rollout], Evidence]:
     rollouts, evidence = played
-    unknown = np.full_like(evidence.support_logprobs, np.nan)
-    return [without_support_logprobs(r) for r in rollouts], replace(
-        evidence, support_logprobs=unknown
-    )
+    return [without_support_logprobs(r) for r in rollouts], evidence.sampled_only()
 
 
 def test_honest_noise_is_clean(logits: Array) -> None:
@@ -185,9 +182,7 @@ def test_the_gap_of_a02_is_the_support_not_applied() -> None:
     z = np.broadcast_to(Z5, (8, 6, 5))
     outputs = np.tile([1, 0, 0, 1, 0, 0], (8, 1))
     rollouts, evidence = sides(z, z, [[[0, 1]] * 6] * 8, outputs)
-    stored = replace(
-        evidence, sampling=evidence.full, support_logprobs=evidence.support_logprobs * np.nan
-    )
+    stored = replace(evidence, sampling=evidence.full).sampled_only()
     assert stored.sampling[0] - stored.replay[0] == pytest.approx(-0.138653, abs=1e-6)
     got = diagnose(stored, [full_stored(r) for r in rollouts])[0]
     assert got.code == "full_logprobs_stored"
@@ -369,7 +364,7 @@ def test_small_noise_and_one_wild_token_of_a16() -> None:
     gap = np.abs(noisy - exact.replay)
     assert gap.mean() == pytest.approx(0.0160, abs=3e-4)
     assert np.percentile(gap, 99) == pytest.approx(0.0515, abs=2e-3)
-    evidence = replace(exact, sampling=noisy, support_logprobs=exact.support_logprobs * np.nan)
+    evidence = replace(exact, sampling=noisy).sampled_only()
     bare = [without_support_logprobs(r) for r in rollouts]
     assert diagnose(evidence, bare)[0].code == "clean"
     noisy[77] += 3.0
