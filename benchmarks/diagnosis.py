@@ -72,7 +72,11 @@ def upper_bound(bad: int, total: int) -> float:
 
 
 def codes(evidence: Evidence, rollouts: list) -> str:
-    return diagnose(evidence, rollouts, check_engine(rollouts))[0].code
+    """The first code; what accuses is shown on stderr."""
+    best = diagnose(evidence, rollouts, check_engine(rollouts))[0]
+    if best.code != "clean":
+        print(best.sentence, best.evidence, file=sys.stderr, flush=True)
+    return best.code
 
 
 def tell(**facts: object) -> None:

@@ -2,7 +2,7 @@
 
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
-from replay.diagnose import Diagnosis, diagnose
+from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.job import replay_run
 from replay.policy import Policy
@@ -13,7 +13,6 @@ from replay.tokens import TokenTable
 from replay.verify import Finding, Verified, verify
 
 __all__ = [
-    "Diagnosis",
     "Evidence",
     "Finding",
     "FullScores",

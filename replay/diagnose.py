@@ -14,16 +14,17 @@ Mismatch beyond EXCESS times that noise floor which nothing explains is `other_w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from replay.evidence import Evidence, Floats, Mask
 from replay.hypotheses import HYPOTHESES, Hypothesis
-from replay.record_faults import RecordFault, find_record_faults
 from replay.scopes import Scope, everything, of_rollouts, scopes
+from rollout.diagnosis import CLEAN, Diagnosis, without_consequences
 from rollout.record import Rollout
+from rollout.record_faults import WHOLE_FILE, explain_record, find_record_faults
 from rollout.self_check import EngineCheck
 
 # fixed on tests/data/sglang_0.5.23_cpu_pytorch; docs/diagnosis.md has the error rates on the others
@@ -33,36 +34,14 @@ STRENGTH = 4.0
 OF_FLOOR = 0.1
 EXCESS = 3.0
 
-CLEAN = "clean"
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
 MOST = 0.6  # a cause that removes so much is not the mere look of another
 ALIKE = 0.95  # gains this near the best explain as much as it does
 MIN_TOKENS = 10
+PADDING_GAP = 4.0  # nats below the least likely other id of a support, in the median
 CLUSTERS = 8  # rollouts needed to judge by whole rollouts
 MAX_ROLLOUTS = 400  # looked at one by one
 MAX_ENTRIES = 500_000  # of supports; of larger runs every n-th rollout is diagnosed
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """One cause. `also` are other codes that predict the same data."""
-
-    code: str
-    scope: dict[str, Any]
-    sentence: str
-    evidence: dict[str, Any] = field(default_factory=dict)
-    advice: str = ""
-    also: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "code": self.code,
-            "scope": self.scope,
-            "sentence": self.sentence,
-            "evidence": self.evidence,
-            "advice": self.advice,
-            "also": list(self.also),
-        }
 
 
 @dataclass(frozen=True)
@@ -101,21 +80,26 @@ def diagnose(
     nothing explains is replayed with other prompts.
     """
     rollouts = list(rollouts)
-    faults = find_record_faults(rollouts, engine, evidence)
-    record = [_of_record(fault) for fault in faults]
+    if evidence is None:
+        return explain_record(rollouts) or [_clean(None)]
+    place = {r.rollout_id: i for i, r in enumerate(evidence.rollouts)}
+    record = find_record_faults(
+        rollouts,
+        engine,
+        lambda name, pad: _implausible(evidence, place[name], pad) if name in place else 0,
+    )
     causes: list[Diagnosis] = []
     unexplained: list[Diagnosis] = []
-    if evidence is not None:
-        evidence = _comparable(evidence, faults)
-        if len(evidence) >= MIN_TOKENS:
-            causes, unexplained = _numeric(evidence, rescore, other_prompts)
+    comparable = _comparable(evidence, record)
+    if len(comparable) >= MIN_TOKENS:
+        causes, unexplained = _numeric(comparable, rescore, other_prompts)
     whole = [d for d in record if d.code in WHOLE_FILE]
     broken = [d for d in record if d.code not in WHOLE_FILE]
-    found = [*whole, *causes, *broken, *unexplained]
-    return _without_consequences(found) or [_clean(evidence)]
+    found = without_consequences([*whole, *causes, *broken, *unexplained])
+    return found or [_clean(comparable)]
 
 
-def _comparable(e: Evidence, faults: Sequence[RecordFault]) -> Evidence:
+def _comparable(e: Evidence, faults: Sequence[Diagnosis]) -> Evidence:
     """Tokens whose numbers can be compared: what the record's own faults explain is left out."""
     out = frozenset().union(*(fault.left_out for fault in faults))
     comparable = np.array([r.rollout_id not in out for r in e.rollouts], bool)[e.rollout]
@@ -347,48 +331,19 @@ def _with_other_prompts(
     )
 
 
-def _of_record(fault: RecordFault) -> Diagnosis:
-    fields = vars(fault).copy()
-    del fields["left_out"]
-    return Diagnosis(**fields)
-
-
-WHOLE_FILE = ("shifted_by_one", "support_padded", "full_logprobs_stored")
-
-SUPERSEDES = {
-    "shifted_by_one": {
-        "other_weights",
-        "sampled_outside_support",
-        "singleton_logprob",
-        "logprobs_disagree",
-        "support_truncated",
-    },
-    "full_logprobs_stored": {"singleton_logprob", "logprobs_disagree", "support_truncated"},
-    "support_padded": {
-        "support_truncated",
-        "duplicate_ids",
-        "nonfinite_logprob",
-        "sentinel_logprob",
-        "singleton_logprob",
-        "logprobs_disagree",
-    },
-    "duplicate_ids": {"support_truncated", "logprobs_disagree"},
-    "sampled_outside_support": {"logprobs_disagree"},
-    "support_truncated": {"logprobs_disagree"},
-}
-
-
-def _without_consequences(found: list[Diagnosis]) -> list[Diagnosis]:
-    """What follows from another diagnosis is named in its `also`, and a code stands once."""
-    out: dict[str, Diagnosis] = {}
-    for d in found:
-        out.setdefault(d.code, d)
-    for code, consequences in SUPERSEDES.items():
-        if code in out and (gone := [c for c in out if c in consequences]):
-            also = tuple(dict.fromkeys((*out[code].also, *gone)))
-            out[code] = Diagnosis(**{**vars(out[code]), "also": also})
-            out = {c: d for c, d in out.items() if c not in gone}
-    return list(out.values())
+def _implausible(e: Evidence, rollout: int, pad: int) -> int:
+    """Tokens where the policy puts `pad` far below every other id of the support."""
+    part = e.take((e.rollout == rollout) & e.informative)
+    if not len(part):
+        return 0
+    is_pad = part.support.ids == pad
+    of_pad = np.full(len(part), np.nan)
+    of_pad[part.rows[is_pad]] = part.replay_support[is_pad]
+    others = np.where(is_pad, np.inf, part.replay_support)
+    gap = np.minimum.reduceat(others, part.support.offsets[:-1]) - of_pad
+    known = gap[np.isfinite(gap)]
+    is_far = len(known) > 0 and np.median(known) > PADDING_GAP
+    return int((known > PADDING_GAP).sum()) if is_far else 0
 
 
 def _clean(e: Evidence | None) -> Diagnosis:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from replay.config import GatesConfig
-from replay.diagnose import CLEAN, Diagnosis
 from replay.tokens import Floats
 from replay.verify import Finding, Verified
+from rollout.diagnosis import CLEAN, Diagnosis
 from rollout.stats import support_sizes
 
 CONSISTENT, INCONSISTENT = "consistent", "inconsistent"

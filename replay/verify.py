@@ -12,12 +12,13 @@ from torch import Tensor
 
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
-from replay.diagnose import Diagnosis, OtherPrompts, diagnose
+from replay.diagnose import OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_full, score_support
 from replay.tokens import OK, TokenTable, recorded
+from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
 from rollout.self_check import check_engine

@@ -24,9 +24,10 @@ from fault_injector import (
 )
 from numpy.typing import NDArray
 
-from replay.diagnose import Diagnosis, diagnose, strength
+from replay.diagnose import diagnose, strength
 from replay.evidence import Evidence, make_evidence
 from replay.hypotheses import HYPOTHESES
+from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout, WeightSpan
 from rollout.self_check import EngineCheck, check_engine
 from rollout.support import Support

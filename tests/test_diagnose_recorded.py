@@ -20,10 +20,11 @@ from scorer import Scorer
 
 from cli.main import cli
 from replay import Policy
-from replay.diagnose import Diagnosis, diagnose
+from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.other_prompts import other_prompts
 from rollout.adapters.sglang_jsonl import import_sglang_jsonl, parse_line
+from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.self_check import check_engine
 from rollout.writer import RunWriter
@@ -165,3 +166,8 @@ def test_a_rejected_file_can_be_explained(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "dump.jsonl", lines)
     imported = import_sglang_jsonl(file, tmp_path / "run")
     assert set(imported.rejected) == {"sampled_outside_support"}
+    assert [d.code for d in imported.diagnoses] == ["shifted_by_one"]
+    assert imported.as_dict()["diagnoses"][0]["also"] == [
+        "sampled_outside_support",
+        "logprobs_disagree",
+    ]

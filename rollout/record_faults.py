@@ -4,43 +4,48 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from replay.evidence import Evidence
+from rollout.diagnosis import Diagnosis, without_consequences
 from rollout.record import Rollout
 from rollout.rules import find_faults
-from rollout.self_check import UNKNOWN, EngineCheck
+from rollout.self_check import UNKNOWN, EngineCheck, check_engine
 
 MIN_TOKENS = 10
-PADDING_GAP = 4.0  # nats below the next likeliest id of a support, in the median
 
 
-@dataclass(frozen=True)
-class RecordFault:
-    """The fields of a `Diagnosis`."""
+Implausible = Callable[[str, int], int]
+"""Tokens of a rollout where the policy puts an id far below every other id of the support."""
 
-    code: str
-    scope: dict[str, Any]
-    sentence: str
-    evidence: dict[str, Any] = field(default_factory=dict)
-    advice: str = ""
-    also: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()  # rollouts whose numbers it makes incomparable
+
+def explain_record(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
+    """What is wrong with `rollouts`, which may break content rules; none where nothing is."""
+    found = [
+        *find_record_faults(rollouts, check_engine(rollouts)),
+        *_full_stored(rollouts),
+    ]
+    whole = [d for d in found if d.code in WHOLE_FILE]
+    return without_consequences([*whole, *(d for d in found if d.code not in WHOLE_FILE)])
 
 
 def find_record_faults(
-    rollouts: Sequence[Rollout], engine: EngineCheck | None, evidence: Evidence | None
-) -> list[RecordFault]:
+    rollouts: Sequence[Rollout],
+    engine: EngineCheck | None,
+    implausible: Implausible = lambda rollout_id, pad: 0,
+) -> list[Diagnosis]:
     """Whole-file causes first, then each broken rule by its own code, most tokens first."""
-    found = [*_shifted(rollouts), *_padded(rollouts, evidence)]
-    if evidence is None:
-        found += _full_stored(rollouts)
-    return [*found, *_broken_rules(rollouts), *_declared_order(rollouts, engine)]
+    return [
+        *_shifted(rollouts),
+        *_padded(rollouts, implausible),
+        *_broken_rules(rollouts),
+        *_declared_order(rollouts, engine),
+    ]
 
+
+WHOLE_FILE = ("shifted_by_one", "support_padded", "full_logprobs_stored")
 
 ADVICE = {
     "duplicate_ids": "deduplicate where supports are made: an id twice counts twice in the sum",
@@ -50,7 +55,7 @@ ADVICE = {
 }
 
 
-def _broken_rules(rollouts: Sequence[Rollout]) -> list[RecordFault]:
+def _broken_rules(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
     tokens: Counter[str] = Counter()
     first: dict[str, str] = {}
     names: dict[str, list[str]] = {}
@@ -60,7 +65,7 @@ def _broken_rules(rollouts: Sequence[Rollout]) -> list[RecordFault]:
             first.setdefault(fault.code, f"{rollout.rollout_id}: {fault.message}")
             names.setdefault(fault.code, []).append(rollout.rollout_id)
     return [
-        RecordFault(
+        Diagnosis(
             code,
             _scope(sorted(set(names[code])), rollouts),
             f"{count} tokens break the rule {code}; first {first[code]}.",
@@ -82,7 +87,7 @@ def _scope(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _shifted(rollouts: Sequence[Rollout]) -> list[RecordFault]:
+def _shifted(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
     """Supports that hold the neighbouring output token, but not their own."""
     names, steps, tokens = [], Counter[int](), 0
     for r in rollouts:
@@ -102,7 +107,7 @@ def _shifted(rollouts: Sequence[Rollout]) -> list[RecordFault]:
     scope = _scope(names, rollouts)
     step = steps.most_common(1)[0][0]
     return [
-        RecordFault(
+        Diagnosis(
             "shifted_by_one",
             scope,
             f"{scope['where']}, the support of output token t is that of token t{step:+d}.",
@@ -113,7 +118,7 @@ def _shifted(rollouts: Sequence[Rollout]) -> list[RecordFault]:
     ]
 
 
-def _padded(rollouts: Sequence[Rollout], e: Evidence | None) -> list[RecordFault]:
+def _padded(rollouts: Sequence[Rollout], implausible: Implausible) -> list[Diagnosis]:
     """One id in nearly every support, with next to no probability where it should have some."""
     counts = Counter[int]()
     for r in rollouts:
@@ -121,11 +126,11 @@ def _padded(rollouts: Sequence[Rollout], e: Evidence | None) -> list[RecordFault
             ids, times = np.unique(r.support.ids, return_counts=True)
             counts.update(ids[times >= 0.95 * sampled].tolist())
     for pad, _ in counts.most_common(3):
-        names, proof = _padded_with(rollouts, pad, e)
+        names, proof = _padded_with(rollouts, pad, implausible)
         if proof >= MIN_TOKENS:
             scope = _scope(names, rollouts)
             return [
-                RecordFault(
+                Diagnosis(
                     "support_padded",
                     scope,
                     f"{scope['where']}, id {pad} is in every support and has no probability "
@@ -138,11 +143,10 @@ def _padded(rollouts: Sequence[Rollout], e: Evidence | None) -> list[RecordFault
 
 
 def _padded_with(
-    rollouts: Sequence[Rollout], pad: int, e: Evidence | None
+    rollouts: Sequence[Rollout], pad: int, implausible: Implausible
 ) -> tuple[list[str], int]:
     """The rollouts padded with `pad`, and the number of tokens that prove it."""
     names, proof = [], 0
-    at = {} if e is None else {r.rollout_id: i for i, r in enumerate(e.rollouts)}
     for r in rollouts:
         entries = np.flatnonzero(r.support.ids == pad)
         rows = r.support.rows[entries]
@@ -164,30 +168,14 @@ def _padded_with(
         else:
             certain = np.abs(r.sampling_logprobs[rows]) <= 1e-6
             mine = int((others & certain & (r.support.counts[rows] == 2)).sum())
-        if e is not None and r.rollout_id in at:
-            mine = max(mine, _implausible(e, at[r.rollout_id], pad))
+        mine = max(mine, implausible(r.rollout_id, pad))
         if mine >= max(3, 0.3 * len(rows)):
             names.append(r.rollout_id)
             proof += mine
     return names, proof
 
 
-def _implausible(e: Evidence, rollout: int, pad: int) -> int:
-    """Tokens where the policy puts `pad` far below every other id of the support."""
-    part = e.take((e.rollout == rollout) & e.informative)
-    if not len(part):
-        return 0
-    is_pad = part.support.ids == pad
-    of_pad = np.full(len(part), np.nan)
-    of_pad[part.rows[is_pad]] = part.replay_support[is_pad]
-    lowest = np.minimum.reduceat(
-        np.where(is_pad, np.inf, part.replay_support), part.support.offsets[:-1]
-    )
-    gap = lowest - of_pad
-    return int((gap > PADDING_GAP).sum()) if np.nanmedian(gap) > PADDING_GAP else 0
-
-
-def _full_stored(rollouts: Sequence[Rollout]) -> list[RecordFault]:
+def _full_stored(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
     """sampling_logprobs that are the full ones although ids were left out."""
     names, tokens = [], 0
     for r in rollouts:
@@ -202,10 +190,10 @@ def _full_stored(rollouts: Sequence[Rollout]) -> list[RecordFault]:
     scope = _scope(names, rollouts)
     words = f"{scope['where']}, sampling_logprobs are the full logprobs: no support was applied."
     advice = "store the engine's sampling-mask logprobs, not those over the whole vocabulary"
-    return [RecordFault("full_logprobs_stored", scope, words, {"tokens": tokens}, advice)]
+    return [Diagnosis("full_logprobs_stored", scope, words, {"tokens": tokens}, advice)]
 
 
-def _declared_order(rollouts: Sequence[Rollout], engine: EngineCheck | None) -> list[RecordFault]:
+def _declared_order(rollouts: Sequence[Rollout], engine: EngineCheck | None) -> list[Diagnosis]:
     """`engine_meta` names another filter order than the recorded probabilities show."""
     if engine is None or engine.filter_order in (UNKNOWN, "neither"):
         return []
@@ -222,7 +210,7 @@ def _declared_order(rollouts: Sequence[Rollout], engine: EngineCheck | None) -> 
     if count < 0.95 * len(rollouts):
         scope = {"kind": "rollouts", "where": f"In {count} rollouts"}
     return [
-        RecordFault(
+        Diagnosis(
             "filter_order",
             scope,
             f"{scope['where']}, engine_meta says that the filters are {order}; the recorded "
