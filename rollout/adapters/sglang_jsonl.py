@@ -22,7 +22,6 @@ from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang_reply import Reply, completion
 from rollout.errors import (
     ConfigError,
-    ContentError,
     EmptyPrompt,
     NotReplayable,
     ReplyMalformed,
