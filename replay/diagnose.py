@@ -8,7 +8,8 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 * the gain is at least STRENGTH standard errors, resampling whole rollouts, and
 * the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
 
-Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`.
+Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
+least EXCESS_NATS in logits.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SHARE_PICKED = 0.2
 STRENGTH = 4.0
 OF_FLOOR = 0.1
 EXCESS = 3.0
+EXCESS_SHARE_PICKED = 0.3
+EXCESS_NATS = 0.08  # at temperature 1; honest bf16 sides of a 135M model are 0.05 apart
 
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
 MOST = 0.6  # a cause that removes so much is not the mere look of another
@@ -205,7 +208,8 @@ def strength(gain: Floats, rollout: np.ndarray) -> float:
 
 def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
     """Where `mismatch` [T] is beyond what honest numerics explain, in its best scope."""
-    beyond = mismatch - EXCESS * _floor(e)
+    noise = _noise(e)
+    beyond = mismatch - EXCESS * noise
     hypothesis = Hypothesis("other_weights", lambda _: None, "", "")
 
     def weigh(scope: Scope) -> Explanation:
@@ -217,15 +221,31 @@ def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
             gain=float(beyond[inside].sum()),
             share=float(beyond[inside].sum() / max(mismatch[inside].sum(), 1e-12)),
             strength=strength(beyond[inside], e.rollout[inside]),
-            left=float(mismatch[inside].sum() / _floor(e)[inside].sum()),
+            left=float(mismatch[inside].sum() / noise[inside].sum()),
             tokens=int(inside.sum()),
         )
 
+    def is_large(x: Explanation) -> bool:
+        inside = x.scope.tokens
+        share = EXCESS_SHARE_PICKED if x.scope.kind == "rollouts" else SHARE
+        nats = float((e.temperature * mismatch)[inside].mean())
+        return x.share >= share and x.strength >= STRENGTH and nats >= EXCESS_NATS
+
     tried = [weigh(scope) for scope in scopes(e)]
-    affected = _stand_out(e, beyond, np.maximum(mismatch, 1e-12), share=0.1)
+    affected = _stand_out(e, beyond)
     if affected.any():
         tried.append(weigh(of_rollouts(e, affected)))
-    return best_of([x for x in tried if passes(x, e)])
+    return best_of([x for x in tried if is_large(x)])
+
+
+def _noise(e: Evidence) -> Floats:
+    """[T] The noise floor of each token's rollout, or of all tokens where that is more.
+
+    Small logits are rounded less, but the body's noise is not smaller for that.
+    """
+    size = np.bincount(e.rollout, minlength=len(e.rollouts))
+    own = np.bincount(e.rollout, _floor(e), len(e.rollouts)) / np.maximum(size, 1)
+    return np.maximum(own, _floor(e).mean())[e.rollout]
 
 
 def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> Explanation | None:
@@ -240,13 +260,13 @@ def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> 
     return judge(e.take(scope.tokens), hypothesis, scope)
 
 
-def _stand_out(e: Evidence, gain: Floats, mismatch: Floats, share: float) -> Mask:
-    """[n] rollouts whose own gain is a clear part of their own mismatch."""
+def _stand_out(e: Evidence, beyond: Floats) -> Mask:
+    """[n] rollouts that are clearly beyond by themselves."""
     out = np.zeros(len(e.rollouts), bool)
     for i in np.unique(e.rollout):
         mine = e.rollout == i
-        if mine.sum() >= 5 and gain[mine].sum() >= share * mismatch[mine].sum():
-            out[i] = strength(gain[mine], np.zeros(mine.sum(), int)) >= 3.0
+        if mine.sum() >= 5:
+            out[i] = strength(beyond[mine], np.zeros(mine.sum(), int)) >= 3.0
     return out
 
 

@@ -208,6 +208,16 @@ def at_endpoint(url: str) -> Change:
     )
 
 
+def noise_of(r: Rollout, size: float) -> NDArray[np.floating]:
+    """[E] What other weights do to logits, nearly: something else to each."""
+    return np.random.default_rng(len(r.support.ids)).normal(0, size, len(r.support.ids))
+
+
+def stale_from(start: int, size: float) -> Change:
+    """Output tokens from `start` on have other weights, and no version says so."""
+    return moved(lambda r: np.where(r.support.rows >= start, noise_of(r, size), 0.0))
+
+
 def stale_before(share: float, other: Callable[[Rollout], NDArray[np.floating]]) -> Change:
     """The first part of the output is of version `old`, whose logits differ by `other` [E]."""
 
@@ -289,6 +299,7 @@ def _is_warm(i: int, r: Rollout) -> bool:
 
 IGNORED = logits_times(lambda r: r.temperature)
 DOUBLED = logits_times(lambda r: 1 / r.temperature)
+OTHER = stale_before(0.5, lambda r: noise_of(r, 0.3))
 OFTEN = 198  # a line feed, in hundreds of recorded supports
 
 CASES = (
@@ -299,6 +310,7 @@ CASES = (
     Case("T doubled, sampled only", "temperature_doubled", _sampled_only(in_some(DOUBLED))),
     Case("T off by 20 %", "temperature_other", in_some(declared_temperature(1.2)), kind="all"),
     Case("T off by 5 %", "temperature_other", in_some(declared_temperature(1.05)), kind="all"),
+    Case("T off by 3 %", "temperature_other", in_some(declared_temperature(1.03)), kind="all"),
     Case("T off by -5 %", "temperature_other", in_some(declared_temperature(0.95)), kind="all"),
     Case("T off by 5 %, one in ten", "temperature_other", in_some(declared_temperature(1.05), every(10)), kind="rollouts"),
     Case("T off by 10 %, sampled only", "temperature_other", _sampled_only(in_some(declared_temperature(1.1)))),
@@ -310,9 +322,14 @@ CASES = (
     Case("supports shifted back, one in ten", "shifted_by_one", in_some(supports_shifted(-1), every(10))),
     Case("logprobs shifted", "shifted_by_one", in_some(logprobs_shifted(1))),
     Case("softcap 30", "softcap", policy=softcapped(30.0)),
+    Case("softcap 100", "softcap", policy=softcapped(100.0)),
     Case("softcap 50", "softcap", policy=softcapped(50.0)),
     Case("head noise 5 %", "other_weights", policy=noisy_head(0.05)),
     Case("head noise 10 %", "other_weights", policy=noisy_head(0.1)),
+    Case("head noise 3 %", "other_weights", policy=noisy_head(0.03, seed=1)),
+    Case("stale version", "other_weights", in_some(OTHER), kind="version"),
+    Case("stale from token 16 on", "other_weights", in_some(stale_from(16, 0.3)), kind="tail"),
+    Case("stale, one in ten", "other_weights", in_some(stale_from(0, 0.4), every(10)), kind="rollouts"),
     Case("norm noise 5 %", "other_weights", policy=noisy_norm(0.05)),
     Case("sampled outside", "sampled_outside_support", in_some(sampled_removed(0.05))),
     Case("sampled outside, one in ten", "sampled_outside_support", in_some(sampled_removed(0.3), every(10))),
@@ -325,7 +342,9 @@ CASES = (
     Case("order declared sequential", "filter_order", in_some(declared_order("sequential"))),
     Case("bias +1", "bias", in_some(on_ids({OFTEN: 1.0})), kind="ids"),
     Case("bias on three ids", "bias", in_some(on_ids({OFTEN: -1.5, 28: 1.0, 30: 0.7})), kind="ids"),
+    Case("bias +0.5", "bias", in_some(on_ids({OFTEN: 0.5})), kind="ids"),
     Case("head row moved", "bias", policy=head_row_moved(OFTEN, 0.1), kind="ids"),
+    Case("penalty 0.2", "penalty", in_some(on_seen(-0.2))),
     Case("penalty 0.5", "penalty", in_some(on_seen(-0.5))),
     Case("penalty 1.5, one setting", "penalty", in_some(on_seen(-1.5), _is_warm), kind="setting"),
 )  # fmt: skip
