@@ -58,10 +58,9 @@ class Evidence:
         return np.array([r.temperature for r in self.rollouts], np.float64)[self.rollout]
 
     @cached_property
-    def is_sampled(self) -> Mask:
-        """[E] whether the entry is the sampled id."""
-        hit: Mask = self.support.ids == self.token_id[self.rows]
-        return hit
+    def sampled_entries(self) -> NDArray[np.int64]:
+        """The entries of sampled ids."""
+        return np.flatnonzero(self.support.ids == self.token_id[self.rows])
 
     @cached_property
     def replay(self) -> Floats:
@@ -89,6 +88,8 @@ class Evidence:
         """
         at_sampled = self.at_sampled(predicted) if sampled is None else sampled
         of_sampled = np.abs(self.sampling - at_sampled)
+        if not self.has_support.any():
+            return np.where(np.isfinite(of_sampled), of_sampled, np.inf)
         difference = np.where(self.has_support[self.rows], self.support_logprobs - predicted, 0.0)
         over_support = np.sqrt(self.sums(self.weights * difference**2))
         distance = np.where(self.has_support, over_support, of_sampled)
@@ -116,7 +117,8 @@ class Evidence:
     def at_sampled(self, values: Floats) -> Floats:
         """[T] `values` [E] of the sampled ids; NaN where outside the support."""
         out = np.full(len(self), np.nan)
-        out[self.rows[self.is_sampled]] = values[self.is_sampled]
+        at = self.sampled_entries
+        out[self.rows[at]] = values[at]
         return out
 
     def sums(self, values: Floats) -> Floats:
