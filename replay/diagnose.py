@@ -24,7 +24,7 @@ from rollout.record_faults import WHOLE_FILE, explain_record, find_record_faults
 from rollout.self_check import EngineCheck
 
 MOST = 0.6  # a cause that removes so much is not the mere look of another
-MAX_ENTRIES = 500_000  # of supports; of larger runs every n-th rollout is diagnosed
+MAX_ENTRIES = 500_000  # of supports; of larger runs a part of the rollouts is diagnosed
 PADDING_GAP = 4.0  # nats below the least likely other id of a support, in the median
 
 Rescore = Callable[[Sequence[Rollout]], Evidence | None]
@@ -69,7 +69,9 @@ def _comparable(e: Evidence, faults: Sequence[Diagnosis]) -> Evidence:
     out = frozenset().union(*(fault.left_out for fault in faults))
     comparable = np.array([r.rollout_id not in out for r in e.rollouts], bool)[e.rollout]
     step = max(1, -(-len(e.support.ids) // MAX_ENTRIES))
-    usable = e.informative & ~e.support.duplicated() & (e.rollout % step == 0)
+    # scattered, so that every endpoint and sample index is among them
+    thinned = (e.rollout * 2_654_435_761 >> 7) % step == 0
+    usable = e.informative & ~e.support.duplicated() & thinned
     return e.take(usable & comparable)
 
 

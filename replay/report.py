@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replay.config import GatesConfig
 from replay.tokens import Floats
@@ -91,6 +92,7 @@ def measure(verified: Verified) -> dict[str, Any]:
         "sampled_outside_support": int(np.isneginf(tokens.replay_logprobs).sum()),
         **ratio_numbers(tokens.log_ratio[scored]),
         "support_kl": _mean(tokens.support_kl[scored]),
+        "noise_floor": None if verified.evidence is None else _mean(verified.evidence.floor),
         "kept_mass": _mean(tokens.kept_mass[scored]),
         "replay_kept_mass": _mean(tokens.replay_kept_mass[scored]),
         "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),
@@ -125,6 +127,6 @@ def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
     }
 
 
-def _mean(values: Floats) -> float | None:
+def _mean(values: NDArray[np.floating]) -> float | None:
     known = values[np.isfinite(values)]
     return float(known.astype(np.float64).mean()) if len(known) else None

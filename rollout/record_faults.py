@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.diagnosis import Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.rules import find_faults
+from rollout.rules import SENTINEL, SUM_SLACK, find_faults
 from rollout.self_check import UNKNOWN, EngineCheck, check_engine
 
 MIN_TOKENS = 10
@@ -157,14 +157,14 @@ def _padded_with(
         others = r.output_ids[rows] != pad
         if r.support_logprobs is not None:
             values = r.support_logprobs[entries]
-            # where the other ids have all of the mass
-            rest = np.bincount(
-                r.support.rows[r.support.ids != pad],
-                np.exp(r.support_logprobs[r.support.ids != pad].astype(np.float64)),
-                minlength=len(r.support),
-            )[rows]
-            with np.errstate(invalid="ignore"):
-                mine = int((others & ((np.abs(rest - 1) < 1e-5) | ~(values > -50))).sum())
+            exact = np.exp(r.support_logprobs.astype(np.float64))
+            is_other = r.support.ids != pad
+            total = np.bincount(r.support.rows, exact, len(r.support))[rows]
+            rest = np.bincount(r.support.rows[is_other], exact[is_other], len(r.support))[rows]
+            # a logprob that no sampler gives, or mass beside ids that have all of it
+            is_number = np.isfinite(values) & (values > SENTINEL)
+            is_beside = (np.abs(rest - 1) < SUM_SLACK) & (np.abs(total - 1) > SUM_SLACK)
+            mine = int((others & (~is_number | is_beside)).sum())
         else:
             certain = np.abs(r.sampling_logprobs[rows]) <= 1e-6
             mine = int((others & certain & (r.support.counts[rows] == 2)).sum())

@@ -103,3 +103,18 @@ def test_too_few_tokens_say_so() -> None:
     got = diagnose(None, [make_rollout()])
     assert [d.code for d in got] == ["clean"]
     assert "too few" in got[0].sentence
+
+
+def test_a_likely_id_that_is_in_every_support_is_no_padding() -> None:
+    """A sure model: id 7 is always among its ids, with next to no probability; the sum is 1."""
+    rows = np.log(np.tile(np.array([1 - 2e-8, 1e-8, 1e-8]), 20)).astype(np.float32)
+    rollout = make_rollout(
+        output_ids=np.arange(100, 120, dtype=np.int32),
+        loss_mask=np.ones(20, np.int8),
+        support=Support.from_rows([[100 + t, 7, 8] for t in range(20)]),
+        sampling_logprobs=rows[::3].copy(),
+        full_logprobs=rows[::3] - np.float32(0.01),
+        support_logprobs=rows,
+        weight_versions=(),
+    )
+    assert [d.code for d in diagnose(None, [rollout] * 3)] == ["clean"]
