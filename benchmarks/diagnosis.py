@@ -40,6 +40,7 @@ from rollout.adapters.sglang_jsonl import parse_line
 from rollout.config import EmbeddedConfig
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.prompts import Prompt, load_tokenizer, tokenise_text
+from rollout.record import Rollout
 from rollout.sampling import SamplingParams, canonical_json
 from rollout.self_check import check_engine
 
@@ -50,7 +51,7 @@ SETTINGS = (  # temperature, top_k, top_p
 )
 
 
-def recorded(name: str) -> list:
+def recorded(name: str) -> list[Rollout]:
     lines = recorded_lines(name)
     return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
 
@@ -71,7 +72,7 @@ def upper_bound(bad: int, total: int) -> float:
     return high
 
 
-def codes(evidence: Evidence, rollouts: list) -> str:
+def codes(evidence: Evidence, rollouts: list[Rollout]) -> str:
     """The first code; what accuses is shown on stderr."""
     best = diagnose(evidence, rollouts, check_engine(rollouts))[0]
     if best.code != "clean":
@@ -105,60 +106,64 @@ def clean(args: argparse.Namespace) -> None:
     tell(accused=bad, of=total, upper_bound=round(upper_bound(bad, total), 4))
 
 
-def fresh(args: argparse.Namespace) -> None:
+async def fresh(args: argparse.Namespace) -> None:
     """Runs that the embedded engine makes in bf16 now; replayed in bf16 with an fp32 head."""
     tokenizer = load_tokenizer(args.model)
-    scorer = Scorer(Policy.load(args.model, dtype="bfloat16", device="cpu", packed=False))
-    found: Counter[str] = Counter()
-    for run, rollouts in enumerate(asyncio.run(_collect(args, tokenizer))):
-        evidence = scorer.evidence(rollouts)
-        scorer.forget()
-        found[codes(evidence, rollouts)] += 1
-        kept = evidence.take(evidence.informative)
-        over = kept.as_recorded.sum() / kept.floor.sum()
-        tell(run=run, tokens=len(kept), over_noise_floor=round(float(over), 2), found=found)
-    bad = args.runs - found["clean"]
-    tell(accused=bad, of=args.runs, upper_bound=round(upper_bound(bad, args.runs), 4))
-
-
-async def _collect(args: argparse.Namespace, tokenizer: object) -> list[list]:
     texts = [
         json.loads(line)["prompt"]
         for line in (Path(__file__).parent.parent / "configs" / "prompts.jsonl").open()
     ]
-    prompts: list[Prompt] = [
-        tokenise_text(text, tokenizer, str(i)) for i, text in enumerate(texts[: args.rollouts])
-    ]
+    prompts = [tokenise_text(text, tokenizer, str(i)) for i, text in enumerate(texts)]
+    scorer = Scorer(Policy.load(args.model, dtype="bfloat16", device="cpu", packed=False))
     config = EmbeddedConfig(dtype="bfloat16", device="cpu", batch_size=args.rollouts)
-    runs = []
+    found: Counter[str] = Counter()
     async with EmbeddedEngine(args.model, config) as engine:
         for run in range(args.runs):
-            temperature, top_k, top_p = SETTINGS[run % len(SETTINGS)]
-            params = [
-                SamplingParams(
-                    temperature=temperature,
-                    top_k=top_k,
-                    top_p=top_p,
-                    max_new_tokens=args.new_tokens,
-                    sampling_seed=1000 * run + i,
-                )
-                for i in range(len(prompts))
-            ]
-            done = await asyncio.gather(*map(engine.generate, prompts, params))
-            runs.append(
-                [
-                    completion.to_rollout(
-                        prompt_id=prompt.prompt_id,
-                        sample_index=0,
-                        prompt_ids=prompt.ids,
-                        prompt_text=prompt.text,
-                        params=p,
-                        sampling_params=canonical_json({"temperature": temperature}),
-                    )
-                    for completion, prompt, p in zip(done, prompts, params, strict=True)
-                ]
+            start = run * args.rollouts
+            mine = [prompts[(start + i) % len(prompts)] for i in range(args.rollouts)]
+            rollouts = await _collect(engine, mine, run, args.new_tokens)
+            evidence = scorer.evidence(rollouts)
+            scorer.forget()
+            found[codes(evidence, rollouts)] += 1
+            kept = evidence.take(evidence.informative)
+            over = round(float(kept.as_recorded.sum() / kept.floor.sum()), 2)
+            bad = run + 1 - found["clean"]
+            tell(
+                run=run,
+                tokens=len(kept),
+                over_noise_floor=over,
+                found=found,
+                accused=bad,
+                upper_bound=round(upper_bound(bad, run + 1), 4),
             )
-    return runs
+
+
+async def _collect(
+    engine: EmbeddedEngine, prompts: list[Prompt], run: int, new_tokens: int
+) -> list[Rollout]:
+    temperature, top_k, top_p = SETTINGS[run % len(SETTINGS)]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=new_tokens,
+            sampling_seed=1000 * run + i,
+        )
+        for i in range(len(prompts))
+    ]
+    done = await asyncio.gather(*map(engine.generate, prompts, params))
+    return [
+        completion.to_rollout(
+            prompt_id=prompt.prompt_id,
+            sample_index=run,
+            prompt_ids=prompt.ids,
+            prompt_text=prompt.text,
+            params=p,
+            sampling_params=canonical_json({"temperature": temperature}),
+        )
+        for completion, prompt, p in zip(done, prompts, params, strict=True)
+    ]
 
 
 FAULTS = {
@@ -223,7 +228,10 @@ def main() -> None:
     parser.add_argument("--tokens", default="100,300,1000")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    {"clean": clean, "fresh": fresh, "power": power}[args.what](args)
+    if args.what == "fresh":
+        asyncio.run(fresh(args))
+    else:
+        {"clean": clean, "power": power}[args.what](args)
 
 
 if __name__ == "__main__":
