@@ -5,7 +5,8 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 
 * it removes at least SHARE of the mismatch there (SHARE_PICKED where the rollouts were picked by
   their mismatch),
-* the gain is at least STRENGTH standard errors, resampling whole rollouts, and
+* the gain is at least STRENGTH standard errors, over whole rollouts (STRENGTH_PICKED where a number
+  was fitted to rollouts that were picked), and
 * the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
 
 Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
@@ -28,6 +29,7 @@ from replay.scopes import Scope, everything, of_rollouts, scopes
 SHARE = 0.05
 SHARE_PICKED = 0.2
 STRENGTH = 4.0
+STRENGTH_PICKED = 6.0
 OF_FLOOR = 0.1
 EXCESS = 3.0
 EXCESS_SHARE_PICKED = 0.3
@@ -108,7 +110,13 @@ def passes(x: Explanation, e: Evidence) -> bool:
     """The rule of this module."""
     share = SHARE_PICKED if x.scope.kind == "rollouts" else SHARE
     least = OF_FLOOR * float(floor(e)[x.scope.tokens].sum()) * x.tokens / x.scope.tokens.sum()
-    return x.share >= share and x.strength >= STRENGTH and x.gain >= least
+    strong = STRENGTH_PICKED if x.scope.kind == "rollouts" and is_fitted(x) else STRENGTH
+    return x.share >= share and x.strength >= strong and x.gain >= least
+
+
+def is_fitted(x: Explanation) -> bool:
+    """Whether chance may have fitted it: a number was, and no bf16 grid confirms it."""
+    return x.hypothesis.freedom > 0 and "on_bf16_grid" not in x.facts
 
 
 def best_of(found: Sequence[Explanation]) -> Explanation | None:
@@ -180,7 +188,10 @@ def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> 
     fitted = np.zeros(len(e.rollouts), bool)
     for i, part in parts.items():
         one = judge(part, hypothesis, everything(part))
-        fitted[i] = one is not None and one.share >= SHARE_PICKED and one.strength >= 3.0
+        if one is not None:
+            # of so many rollouts, some fit a number by chance
+            least = 1.5 + np.sqrt(2 * np.log(len(parts))) if is_fitted(one) else 3.0
+            fitted[i] = one.share >= SHARE_PICKED and one.strength >= least
     if not fitted.any():
         return None
     scope = of_rollouts(e, fitted)
