@@ -26,7 +26,8 @@ from replay.hypotheses import HYPOTHESES, Hypothesis
 from replay.scopes import Scope, everything, of_rollouts, scopes
 
 # fixed on tests/data/sglang_0.5.23_cpu_pytorch; docs/diagnosis.md has the error rates on the others
-SHARE = 0.05
+SHARE = 0.1
+SHARE_ON_GRID = 0.01  # a bf16 grid that fits at one factor alone is proof
 SHARE_PICKED = 0.2
 STRENGTH = 4.0
 STRENGTH_PICKED = 6.0
@@ -109,9 +110,13 @@ def judge(part: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation |
 def passes(x: Explanation, e: Evidence) -> bool:
     """The rule of this module."""
     share = SHARE_PICKED if x.scope.kind == "rollouts" else SHARE
+    if "on_bf16_grid" in x.facts:
+        share = SHARE_ON_GRID
     least = OF_FLOOR * float(floor(e)[x.scope.tokens].sum()) * x.tokens / x.scope.tokens.sum()
     strong = STRENGTH_PICKED if x.scope.kind == "rollouts" and is_fitted(x) else STRENGTH
-    return x.share >= share and x.strength >= strong and x.gain >= least
+    return (
+        x.share >= share and x.strength >= strong and (x.gain >= least or "on_bf16_grid" in x.facts)
+    )
 
 
 def is_fitted(x: Explanation) -> bool:
