@@ -55,6 +55,8 @@ def import_(
         )
     for reason, count in result.rejected.items():
         click.echo(f"rejected: {count} x {reason}, see {out}/rejected.jsonl", err=True)
+    for diagnosis in result.diagnoses:
+        click.echo(f"{diagnosis.code}: {diagnosis.sentence}\n  -> {diagnosis.advice}", err=True)
     if rejected or not result.rollouts:
         raise click.exceptions.Exit(3)
     click.echo(f"next: rollout replay {out} --model PATH_OR_ID", err=True)

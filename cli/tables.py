@@ -55,6 +55,7 @@ def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
         else "none",
         "singletons": sizes.get("singletons", 0),
         "above top_k (ties)": sizes.get("above_top_k", 0),
+        **_engine_rows(stats["engine_check"]),
         "weight versions": ", ".join(f"{n} tokens {v}" for v, n in versions.items()) or "none",
         "attempts": f"{attempts['total']}, {attempts['retried']} rollouts asked again, "
         f"at most {attempts['max']} times",
@@ -62,6 +63,33 @@ def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
         "on disk": f"{stats['bytes_per_token']:.0f} bytes/token" if tokens else "no tokens",
         "failed": _counts(stats["failed"]),
         "rejected": _counts(stats["rejected"]),
+    }
+
+
+def _engine_rows(check: Mapping[str, Any]) -> dict[str, str]:
+    """What the recorded numbers say about the engine, with the evidence in tokens or pairs."""
+
+    def fact(name: str, evidence: str) -> str:
+        return check[name] if check[name] == "unknown" else f"{check[name]} ({evidence})"
+
+    rows = check["order_rows"]
+    return {
+        "filter order, as seen": fact(
+            "filter_order",
+            f"of {rows} tokens, {check['joint_violated']} contradict joint, "
+            f"{check['sequential_violated']} sequential",
+        ),
+        "ties at top_k, as seen": fact(
+            "tie_policy", f"{check['above_top_k']} of {check['top_k_rows']} tokens above top_k"
+        ),
+        "head, as seen": fact(
+            "head", f"{check['on_grid']} of {check['grid_pairs']} logit pairs on the bf16 grid"
+        ),
+        "full logprobs, as seen": fact(
+            "full_logprobs",
+            f"of {check['temperature_rows']} tokens, {check['after_temperature_violated']} "
+            f"contradict after, {check['before_temperature_violated']} before",
+        ),
     }
 
 
@@ -141,6 +169,11 @@ def print_report(report: Report) -> None:
         click.echo(f"finding {finding.code}: {finding.count} tokens; first {finding.first}")
     for gate in report.failed_gates:
         click.echo(f"gate {gate.name}: {gate.value:.4g} is above {gate.limit:g}")
+    for diagnosis in report.diagnoses:
+        same = f" (the same data: {', '.join(diagnosis.also)})" if diagnosis.also else ""
+        click.echo(f"{diagnosis.code}: {diagnosis.sentence}{same}")
+        if diagnosis.advice:
+            click.echo(f"  -> {diagnosis.advice}")
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
 
 

@@ -2,6 +2,8 @@
 
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
+from replay.diagnose import diagnose
+from replay.evidence import Evidence
 from replay.from_logits import score_support_from_logits
 from replay.full import FullScores, score_full
 from replay.job import replay_run
@@ -15,6 +17,7 @@ from replay.verify import Finding, Verified, verify
 from replay.vocab_parallel import VocabShard
 
 __all__ = [
+    "Evidence",
     "Finding",
     "FullScores",
     "GatesConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "TokenTable",
     "Verified",
     "VocabShard",
+    "diagnose",
     "make_report",
     "pack",
     "plan",

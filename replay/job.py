@@ -13,6 +13,7 @@ import torch
 
 from replay.config import ReplayConfig
 from replay.html import render_page
+from replay.other_prompts import other_prompts
 from replay.policy import Policy
 from replay.report import Report, make_report
 from replay.strips import StripCollector
@@ -58,7 +59,7 @@ def replay_run(
         on_progress(done, len(rollouts), tokens)
 
     strips = StripCollector(rollouts)
-    verified = verify(rollouts, policy, config, on_batch, strips.add)
+    verified = verify(rollouts, policy, config, on_batch, strips.add, other_prompts(model))
     precision = policy.description | {"head_dtype": config.head_dtype}
     report = make_report(verified, config.gates, precision)
     about = {"run_id": run.info.get("run_id"), "created_us": time.time_ns() // 1000}

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replay.config import GatesConfig
 from replay.metrics import trainer_metrics
 from replay.tokens import Floats
 from replay.verify import Finding, Verified
+from rollout.diagnosis import CLEAN, Diagnosis
 from rollout.stats import support_sizes
 
 CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
@@ -38,6 +40,12 @@ class Report:
     gates: tuple[Gate, ...]
     findings: tuple[Finding, ...]
     precision: dict[str, str]
+    diagnoses: tuple[Diagnosis, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Diagnosis, ...]:
+        """The diagnoses that are not `clean`."""
+        return tuple(d for d in self.diagnoses if d.code != CLEAN)
 
     @property
     def failed_gates(self) -> tuple[Gate, ...]:
@@ -45,12 +53,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        return INCONSISTENT if self.findings or self.failed_gates else CONSISTENT
+        wrong = self.findings or self.failed_gates or self.faults
+        return INCONSISTENT if wrong else CONSISTENT
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; numbers that could not be measured are None."""
         return {
             "verdict": self.verdict,
+            "diagnoses": [d.as_dict() for d in self.diagnoses],
             "findings": [asdict(finding) for finding in self.findings],
             "failed_gates": [gate.name for gate in self.failed_gates],
             "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
@@ -69,7 +79,7 @@ def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str
         "support_kl": numbers["support_kl"],
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
-    return Report(numbers, judged, verified.findings, precision)
+    return Report(numbers, judged, verified.findings, precision, verified.diagnoses)
 
 
 def measure(verified: Verified) -> dict[str, Any]:
@@ -83,6 +93,7 @@ def measure(verified: Verified) -> dict[str, Any]:
         "sampled_outside_support": int(np.isneginf(tokens.replay_logprobs).sum()),
         **ratio_numbers(tokens.log_ratio[scored]),
         "support_kl": _mean(tokens.support_kl[scored]),
+        "noise_floor": None if verified.evidence is None else _mean(verified.evidence.floor),
         "kept_mass": _mean(tokens.kept_mass[scored]),
         "replay_kept_mass": _mean(tokens.replay_kept_mass[scored]),
         "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),
@@ -118,6 +129,6 @@ def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
     }
 
 
-def _mean(values: Floats) -> float | None:
+def _mean(values: NDArray[np.floating]) -> float | None:
     known = values[np.isfinite(values)]
     return float(known.astype(np.float64).mean()) if len(known) else None

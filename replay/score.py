@@ -15,7 +15,7 @@ from replay.support_plan import SupportPlan, plan
 from replay.vocab_parallel import VocabShard, plain_head
 
 Impl = Literal["auto", "reference", "cpu", "triton", "dense"]
-DENSE_FROM = 0.0055  # of the vocabulary in the mean support: there a matmul takes over
+DENSE_FROM = 0.011  # of the vocabulary in the mean support: there a matmul takes over
 DENSE_MEAN = 256
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,17 @@ from torch import Tensor
 
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
+from replay.diagnose import OtherPrompts, diagnose
+from replay.evidence import Evidence, make_evidence
 from replay.full import score_full
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_support
 from replay.tokens import OK, Floats, TokenTable, recorded
+from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
+from rollout.self_check import check_engine
 
 OnScores = Callable[[PackedBatch, TokenTable, Floats], None]
 """Hears a batch, its rows, and [E] the policy's logprobs of every support id in it."""
@@ -36,11 +40,13 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What `verify` found: the scores, and the content rules that were broken."""
+    """What `verify` found: the scores, the content rules that were broken, and what is wrong."""
 
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
+    evidence: Evidence | None = None  # whole supports; None where nothing was scored
+    diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
 
 
 def verify(
@@ -49,40 +55,62 @@ def verify(
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
     on_scores: OnScores = lambda batch, table, support_logprobs: None,
+    other_prompts: OtherPrompts | None = None,
 ) -> Verified:
-    """Score every sampled token; bad content never raises, it becomes a finding.
+    """Score every sampled token and say what is wrong; bad content never raises, it is a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
-    `on_scores` what the policy says about it.
+    `on_scores` what the policy says about it. `other_prompts` is tried where nothing else explains
+    a mismatch.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
-    scored = []
+    scored, evidence = [], []
     for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        columns, support_logprobs = _scores(batch, policy, config)
-        scored.append(replace(table, **columns))
-        on_scores(batch, scored[-1], support_logprobs)
+        scores = _scores(batch, policy, config)
+        scored.append(replace(table, **scores.columns))
+        evidence.append(scores.evidence)
+        on_scores(batch, scored[-1], scores.support_logprobs)
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
         findings += _no_numbers(TokenTable.concatenate(scored))
     tokens = TokenTable.concatenate([*unscored, *scored])
-    return Verified(tokens, tuple(findings), len(rollouts))
+    whole = Evidence.concatenate(evidence) if evidence else None
+    diagnoses = diagnose(
+        whole,
+        rollouts,
+        check_engine(rollouts),
+        lambda changed: rescore(changed, policy, config),
+        other_prompts,
+    )
+    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses))
+
+
+def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
+    """The evidence of `rollouts` alone; None where no token can be scored."""
+    batches = pack(rollouts, config.max_tokens)
+    parts = [_scores(batch, policy, config).evidence for batch in batches]
+    return Evidence.concatenate(parts) if parts else None
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
     return all(f.code != "id_outside_vocabulary" for f in faults[rollout.rollout_id])
 
 
+class _Scores(NamedTuple):
+    columns: dict[str, Any]  # of `TokenTable`
+    support_logprobs: Floats  # [E] of every support id
+    evidence: Evidence
+
+
 @torch.inference_mode()
-def _scores(
-    batch: PackedBatch, policy: Policy, config: ReplayConfig
-) -> tuple[dict[str, Any], Floats]:
-    """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`, and
-    [E] its logprobs of every support id."""
+def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores:
+    """What the policy says of the scored tokens of `batch`, with the head in a second precision
+    too."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
     head: dict[str, Any] = {
@@ -92,26 +120,40 @@ def _scores(
         "softcap": policy.softcap,
         "head_dtype": getattr(torch, config.head_dtype),
     }
-    masked = score_support(
-        hidden,
-        policy.weight,
-        b.targets,
-        b.support_ids,
-        b.support_offsets,
-        return_support_logprobs=True,
-        check=False,  # duplicates are findings
-        **head,
+    other = torch.bfloat16 if head["head_dtype"] == torch.float32 else torch.float32
+    masked, rounded = (
+        score_support(
+            hidden,
+            policy.weight,
+            b.targets,
+            b.support_ids,
+            b.support_offsets,
+            return_logsumexp=True,
+            return_support_logprobs=True,
+            check=False,  # duplicates are findings
+            **head | {"head_dtype": dtype},
+        )
+        for dtype in (head["head_dtype"], other)
     )
     full = score_full(hidden, policy.weight, b.targets, **head)
-    assert masked.support_logprobs is not None
+    assert masked.support_logprobs is not None and rounded.support_logprobs is not None
+    assert masked.logsumexp is not None
     support_logprobs = masked.support_logprobs.cpu()
+    evidence = make_evidence(
+        batch.rollouts,
+        support_logprobs.numpy(),
+        rounded.support_logprobs.cpu().numpy(),
+        full.logprob.cpu().numpy(),
+        masked.logsumexp.cpu().numpy(),
+        policy.softcap,
+    )
     columns = {
         "replay_logprobs": masked.logprob.cpu().numpy(),
         "replay_full_logprobs": full.logprob.cpu().numpy(),
         "replay_entropy": masked.entropy.cpu().numpy(),
         "support_kl": support_kl(batch, support_logprobs).numpy(),
     }
-    return columns, support_logprobs.numpy()
+    return _Scores(columns, support_logprobs.numpy(), evidence)
 
 
 def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rollout.files import read_lines
 from rollout.reader import open_run
 from rollout.schema import ERRORS_FILE, REJECTED_FILE
+from rollout.self_check import SelfCheck
 
 
 def run_stats(path: Path) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def run_stats(path: Path) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     finish_reasons: Counter[str] = Counter()
     versions: Counter[str] = Counter()  # output tokens; those without a span are in none
-    sizes, groups = SupportSizes(), _Groups()
+    sizes, groups, engine = SupportSizes(), _Groups(), SelfCheck()
     latencies: list[float] = []
     attempts: list[int] = []
     rewards: list[float] = []
@@ -37,6 +38,7 @@ def run_stats(path: Path) -> dict[str, Any]:
             versions[span.version] += span.end - span.start
         sizes.add(rollout.support.counts, rollout.top_k)
         groups.add(rollout.prompt_id, rollout.output_ids)
+        engine.add(rollout)
         latencies.append(rollout.latency_ms)
         attempts.append(rollout.attempts)
         if rollout.reward is not None:
@@ -47,6 +49,7 @@ def run_stats(path: Path) -> dict[str, Any]:
         "finish_reasons": dict(finish_reasons),
         "latency_ms": percentiles(latencies),
         "support_size": sizes.as_dict(),
+        "engine_check": engine.facts().as_dict(),
         "bytes_per_token": sum(s.size_bytes for s in run.shards) / tokens if tokens else None,
         "duplicate_groups": groups.duplicates(),
         "weight_versions": dict(versions),

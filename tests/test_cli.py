@@ -256,7 +256,12 @@ def test_import_of_good_lines_exits_0(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "d.jsonl", recorded_lines(RECORDED[2])[:3])
     result = run("import", "--from", "sglang-jsonl", file, "--out", tmp_path / "run", "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == {"rollouts": 3, "output_tokens": 119, "rejected": {}}
+    assert json.loads(result.stdout) == {
+        "rollouts": 3,
+        "output_tokens": 119,
+        "rejected": {},
+        "diagnoses": [],
+    }
 
 
 def test_import_with_a_bad_line_exits_3_and_names_the_reason(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_replay_that_never_fails_still_tells(replayed: Replayed) -> None:
 
 
 def test_fail_on_sets_a_gate_over_config_and_override(replayed: Replayed) -> None:
-    limits = [f"--fail-on={gate}=1000" for gate in GATES]
+    limits = ["--fail-on=gates", *(f"--fail-on={gate}=1000" for gate in GATES)]
     assert replayed(*limits, "-o", "gates.mismatch_kl=0.1").exit_code == 0
 
 

@@ -17,12 +17,16 @@ import msgspec
 from pydantic import ValidationError
 
 from rollout.blocks import explain
+from rollout.diagnosis import Diagnosis
 from rollout.engines.sglang.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
 from rollout.record import Rollout
+from rollout.record_faults import explain_record
 from rollout.sampling import SamplingParams, canonical_json
 from rollout.writer import RunWriter
+
+MAX_EXPLAINED = 1000  # rejected rollouts kept in memory to be judged together
 
 
 class _Line(msgspec.Struct):
@@ -37,17 +41,22 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: rows stored, tokens in them, and rejections by reason."""
+    """What an import did: rows stored, tokens in them, and rejections by reason.
+
+    `diagnoses` judges the rejected lines together: one cause may break several rules.
+    """
 
     rollouts: int
     output_tokens: int
     rejected: dict[str, int]
+    diagnoses: tuple[Diagnosis, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "rollouts": self.rollouts,
             "output_tokens": self.output_tokens,
             "rejected": self.rejected,
+            "diagnoses": [d.as_dict() for d in self.diagnoses],
         }
 
 
@@ -65,19 +74,23 @@ def import_sglang_jsonl(
     }
     rollouts = tokens = 0
     rejected: Counter[str] = Counter()
+    refused: list[Rollout] = []  # as parsed, before the content rules
     lines = _read(file)
     with RunWriter(out, identity, vocab_size=vocab_size) as writer:
         for number, line in lines:
+            rollout = None
             try:
                 rollout = parse_line(line, f"line-{number:06d}")
                 writer.write(rollout)
             except RolloutError as error:
                 rejected[error.code] += 1
+                if rollout is not None and len(refused) < MAX_EXPLAINED:
+                    refused.append(rollout)
                 writer.reject(error, line, line=number)
             else:
                 rollouts += 1
                 tokens += rollout.num_output_tokens
-    return Imported(rollouts, tokens, dict(rejected))
+    return Imported(rollouts, tokens, dict(rejected), tuple(explain_record(refused)))
 
 
 def parse_line(line: bytes, default_id: str) -> Rollout:

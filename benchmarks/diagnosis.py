@@ -1,0 +1,238 @@
+"""Error rates of `diagnose`: clean runs that are accused, faults that are named, by size.
+
+python benchmarks/diagnosis.py clean --model PATH --resamples 200    recorded sets, by rollout
+python benchmarks/diagnosis.py fresh --model PATH --runs 60          new runs, embedded, bf16
+python benchmarks/diagnosis.py power --model PATH --draws 20         fault size against tokens
+
+Prints one JSON object per line; docs/diagnosis.md quotes them.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from builders import RECORDED, recorded_lines
+from fault_injector import (
+    declared_temperature,
+    every,
+    in_some,
+    noisy_head,
+    on_ids,
+    on_seen,
+    softcapped,
+    without_support_logprobs,
+)
+from scorer import Scorer
+
+from replay import Policy
+from replay.diagnose import diagnose
+from replay.evidence import Evidence
+from rollout.adapters.sglang_jsonl import parse_line
+from rollout.config import EmbeddedConfig
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.prompts import Prompt, load_tokenizer, tokenise_text
+from rollout.record import Rollout
+from rollout.sampling import SamplingParams, canonical_json
+from rollout.self_check import check_engine
+
+SETTINGS = (  # temperature, top_k, top_p
+    (1.0, 50, 0.95),
+    (0.7, 20, 0.9),
+    (1.3, 200, 1.0),
+)
+
+
+def recorded(name: str) -> list[Rollout]:
+    lines = recorded_lines(name)
+    return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
+
+
+def upper_bound(bad: int, total: int) -> float:
+    """Of a share, with 95 % confidence, one-sided (Clopper and Pearson)."""
+    low, high = bad / total, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        # the chance of `bad` or fewer
+        log_terms = [
+            sum(np.log((total - j) / (j + 1)) for j in range(k))
+            + k * np.log(middle)
+            + (total - k) * np.log1p(-middle)
+            for k in range(bad + 1)
+        ]
+        low, high = (middle, high) if np.exp(log_terms).sum() > 0.05 else (low, middle)
+    return high
+
+
+def codes(evidence: Evidence, rollouts: list[Rollout]) -> str:
+    """The first code; what accuses is shown on stderr."""
+    best = diagnose(evidence, rollouts, check_engine(rollouts))[0]
+    if best.code != "clean":
+        print(best.sentence, best.evidence, file=sys.stderr, flush=True)
+    return best.code
+
+
+def tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def clean(args: argparse.Namespace) -> None:
+    """Whole rollouts of each recorded set, drawn with replacement."""
+    generator, bad, total = np.random.default_rng(0), 0, 0
+    for dtype in args.dtypes.split(","):
+        scorer = Scorer(Policy.load(args.model, dtype=dtype, device="cpu", packed=False))
+        for name in RECORDED:
+            rollouts = recorded(name)
+            parts = [scorer.evidence([r]) for r in rollouts]
+            found: Counter[str] = Counter()
+            for i in range(args.resamples):
+                drawn = generator.integers(0, len(rollouts), len(rollouts))
+                evidence = Evidence.concatenate([parts[j] for j in drawn])
+                mine = [rollouts[j] for j in drawn]
+                if i % 2:
+                    mine = [without_support_logprobs(r) for r in mine]
+                    evidence = evidence.sampled_only()
+                found[codes(evidence, mine)] += 1
+            tell(set=name, dtype=dtype, found=found)
+            bad, total = bad + args.resamples - found["clean"], total + args.resamples
+    tell(accused=bad, of=total, upper_bound=round(upper_bound(bad, total), 4))
+
+
+async def fresh(args: argparse.Namespace) -> None:
+    """Runs that the embedded engine makes in bf16 now; replayed in bf16 with an fp32 head."""
+    tokenizer = load_tokenizer(args.model)
+    texts = [
+        json.loads(line)["prompt"]
+        for line in (Path(__file__).parent.parent / "configs" / "prompts.jsonl").open()
+    ]
+    prompts = [tokenise_text(text, tokenizer, str(i)) for i, text in enumerate(texts)]
+    scorer = Scorer(Policy.load(args.model, dtype="bfloat16", device="cpu", packed=False))
+    config = EmbeddedConfig(dtype="bfloat16", device="cpu", batch_size=args.rollouts)
+    found: Counter[str] = Counter()
+    async with EmbeddedEngine(args.model, config) as engine:
+        for run in range(args.runs):
+            start = run * args.rollouts
+            mine = [prompts[(start + i) % len(prompts)] for i in range(args.rollouts)]
+            rollouts = await _collect(engine, mine, run, args.new_tokens)
+            evidence = scorer.evidence(rollouts)
+            scorer.forget()
+            found[codes(evidence, rollouts)] += 1
+            kept = evidence.take(evidence.informative)
+            over = round(float(kept.as_recorded.sum() / kept.floor.sum()), 2)
+            bad = run + 1 - found["clean"]
+            tell(
+                run=run,
+                tokens=len(kept),
+                over_noise_floor=over,
+                found=found,
+                accused=bad,
+                upper_bound=round(upper_bound(bad, run + 1), 4),
+            )
+
+
+async def _collect(
+    engine: EmbeddedEngine, prompts: list[Prompt], run: int, new_tokens: int
+) -> list[Rollout]:
+    temperature, top_k, top_p = SETTINGS[run % len(SETTINGS)]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=new_tokens,
+            sampling_seed=1000 * run + i,
+        )
+        for i in range(len(prompts))
+    ]
+    done = await asyncio.gather(*map(engine.generate, prompts, params))
+    return [
+        completion.to_rollout(
+            prompt_id=prompt.prompt_id,
+            sample_index=run,
+            prompt_ids=prompt.ids,
+            prompt_text=prompt.text,
+            params=p,
+            sampling_params=canonical_json({"temperature": temperature}),
+        )
+        for completion, prompt, p in zip(done, prompts, params, strict=True)
+    ]
+
+
+FAULTS = {
+    "T off by 1 %": ("temperature_other", in_some(declared_temperature(1.01)), None),
+    "T off by 3 %": ("temperature_other", in_some(declared_temperature(1.03)), None),
+    "T off by 5 %": ("temperature_other", in_some(declared_temperature(1.05)), None),
+    "T off by 5 % in one of ten": (
+        "temperature_other",
+        in_some(declared_temperature(1.05), every(10)),
+        None,
+    ),
+    "bias 0.5 on one id": ("bias", in_some(on_ids({198: 0.5})), None),
+    "bias 1 on one id": ("bias", in_some(on_ids({198: 1.0})), None),
+    "penalty 0.2": ("penalty", in_some(on_seen(-0.2)), None),
+    "penalty 0.5": ("penalty", in_some(on_seen(-0.5)), None),
+    "softcap 100": ("softcap", list, softcapped(100.0)),
+    "softcap 50": ("softcap", list, softcapped(50.0)),
+    "head noise 1 %": ("other_weights", list, noisy_head(0.01)),
+    "head noise 2 %": ("other_weights", list, noisy_head(0.02)),
+    "head noise 5 %": ("other_weights", list, noisy_head(0.05)),
+}
+
+
+def power(args: argparse.Namespace) -> None:
+    """How often a fault is named, first and rightly, from so many tokens of recorded sets."""
+    base = Scorer(Policy.load(args.model, dtype="bfloat16", device="cpu", packed=False))
+    generator = np.random.default_rng(0)
+    everyone = [r for name in RECORDED for r in recorded(name)]
+    # the sets share their rollout ids
+    everyone = [replace(r, prompt_id=f"{i}", rollout_id=f"{i}:0") for i, r in enumerate(everyone)]
+    for fault, (code, inject, change) in FAULTS.items():
+        scorer = base if change is None else base.with_policy(change(base.policy))
+        for support in (True, False):
+            named = {}
+            for size in map(int, args.tokens.split(",")):
+                hits = 0
+                for _ in range(args.draws):
+                    drawn, tokens = [], 0
+                    for i in generator.permutation(len(everyone)):
+                        if tokens >= size:
+                            break
+                        drawn.append(everyone[i])
+                        tokens += everyone[i].num_output_tokens
+                    faulty = inject(drawn)
+                    if not support:
+                        faulty = [without_support_logprobs(r) for r in faulty]
+                    hits += codes(scorer.evidence(faulty), faulty) == code
+                named[size] = hits / args.draws
+            tell(fault=fault, code=code, support_logprobs=support, named=named)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["clean", "fresh", "power"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--rollouts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--tokens", default="100,300,1000")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.what == "fresh":
+        asyncio.run(fresh(args))
+    else:
+        {"clean": clean, "power": power}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Clean rollouts in, faulty ones out: one function per fault, exact where the record allows it.
+
+A fault changes the rollouts of `which` (all of them by default) and leaves the others as they are.
+Faults of the policy take and return a `Policy`. `CASES` are the seeded faults of the acceptance
+tests, each with the code that `diagnose` must name first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from replay import Policy
+from rollout.record import Rollout, WeightSpan
+from rollout.support import Support
+
+Change = Callable[[Rollout], Rollout]
+Inject = Callable[[list[Rollout]], list[Rollout]]
+
+
+def in_some(change: Change, which: Callable[[int, Rollout], bool] = lambda i, r: True) -> Inject:
+    """`change` applied to the rollouts that `which` picks by place and content."""
+    return lambda rollouts: [change(r) if which(i, r) else r for i, r in enumerate(rollouts)]
+
+
+def every(n: int) -> Callable[[int, Rollout], bool]:
+    return lambda i, r: i % n == n // 2
+
+
+def softmaxed(r: Rollout, logits: NDArray[np.floating]) -> NDArray[np.float32]:
+    """[E] Log-softmax over each support of `r`."""
+    exact, rows = logits.astype(np.float64), r.support.rows
+    peak = np.full(len(r.support), -np.inf)
+    np.maximum.at(peak, rows, exact)
+    mass = np.bincount(rows, np.exp(exact - peak[rows]), minlength=len(r.support))
+    return (exact - peak[rows] - np.log(mass[rows])).astype(np.float32)
+
+
+def with_logprobs(r: Rollout, logprobs: NDArray[np.float32], full: bool = False) -> Rollout:
+    """`logprobs` [E] as the engine's; what they do to the whole softmax is not known exactly."""
+    sampling = r.sampling_logprobs.copy()
+    hit = r.support.ids == r.output_ids[r.support.rows]
+    sampling[r.support.rows[hit]] = logprobs[hit]
+    kept = r.full_logprobs if full else None
+    return replace(r, support_logprobs=logprobs, sampling_logprobs=sampling, full_logprobs=kept)
+
+
+def without_support_logprobs(r: Rollout) -> Rollout:
+    return replace(r, support_logprobs=None)
+
+
+def logits_times(factor: Callable[[Rollout], float]) -> Change:
+    """The engine used temperature T / factor."""
+    return lambda r: with_logprobs(r, softmaxed(r, r.support_logprobs * factor(r)))
+
+
+def declared_temperature(factor: float) -> Change:
+    """The record says T * factor; everything else stays."""
+    return lambda r: replace(r, temperature=float(np.float32(r.temperature * factor)))
+
+
+def moved(shift: Callable[[Rollout], NDArray[np.floating]]) -> Change:
+    """The engine's logits of every support id plus `shift` [E]."""
+    return lambda r: with_logprobs(r, softmaxed(r, r.support_logprobs + shift(r)))
+
+
+def on_ids(by: dict[int, float]) -> Change:
+    return moved(lambda r: np.array([by.get(int(i), 0.0) for i in r.support.ids]))
+
+
+def on_seen(by: float) -> Change:
+    """A presence penalty: `by` on every id among the output tokens before."""
+
+    def shift(r: Rollout) -> NDArray[np.floating]:
+        first = {int(i): t for t, i in reversed(list(enumerate(r.output_ids)))}
+        seen = [
+            first.get(int(i), len(r.output_ids)) < t
+            for i, t in zip(r.support.ids, r.support.rows, strict=True)
+        ]
+        return by * np.array(seen, np.float64)
+
+    return moved(shift)
+
+
+def full_stored(r: Rollout) -> Rollout:
+    return replace(r, sampling_logprobs=r.full_logprobs, support_logprobs=None)
+
+
+def full_stored_for_every_id(r: Rollout) -> Rollout:
+    outside = (r.full_logprobs - r.sampling_logprobs)[r.support.rows]
+    return replace(
+        r, sampling_logprobs=r.full_logprobs, support_logprobs=r.support_logprobs + outside
+    )
+
+
+def supports_shifted(step: int) -> Change:
+    """Row t is that of output token t + step."""
+
+    def change(r: Rollout) -> Rollout:
+        order = (np.arange(len(r.support)) + step).clip(0, len(r.support) - 1)
+        entries = Support(np.arange(len(r.support.ids), dtype=np.int32), r.support.offsets)
+        return replace(
+            r,
+            support=r.support.take(order),
+            support_logprobs=r.support_logprobs[entries.take(order).ids],
+            sampling_logprobs=r.sampling_logprobs[order],
+            full_logprobs=r.full_logprobs[order],
+        )
+
+    return change
+
+
+def logprobs_shifted(step: int) -> Change:
+    def change(r: Rollout) -> Rollout:
+        order = (np.arange(len(r.support)) + step).clip(0, len(r.support) - 1)
+        return replace(r, sampling_logprobs=r.sampling_logprobs[order], support_logprobs=None)
+
+    return change
+
+
+def _rows(r: Rollout) -> list[tuple[list[int], list[float]]]:
+    ends = r.support.offsets
+    assert r.support_logprobs is not None
+    return [
+        (r.support.ids[a:b].tolist(), r.support_logprobs[a:b].tolist())
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
+
+
+def _from_rows(
+    r: Rollout, rows: Sequence[tuple[Sequence[int], Sequence[float]]], logprobs: bool = True
+) -> Rollout:
+    values = np.array([lp for _, lps in rows for lp in lps], np.float32)
+    support = Support.from_rows([ids for ids, _ in rows])
+    return replace(r, support=support, support_logprobs=values if logprobs else None)
+
+
+def duplicated(share: float, logprobs: bool = True) -> Change:
+    """The first id of some supports stands there twice."""
+
+    def change(r: Rollout) -> Rollout:
+        generator = np.random.default_rng(len(r.output_ids))
+        rows = [
+            (ids + ids[:1], lps + lps[:1]) if generator.random() < share else (ids, lps)
+            for ids, lps in _rows(r)
+        ]
+        return _from_rows(r, rows, logprobs)
+
+    return change
+
+
+def sampled_removed(share: float) -> Change:
+    """Some supports lack the sampled id; another id takes its place."""
+
+    def change(r: Rollout) -> Rollout:
+        generator = np.random.default_rng(len(r.output_ids))
+        ids = r.support.ids.copy()
+        hit = ids == r.output_ids[r.support.rows]
+        hit &= generator.random(len(ids)) < share
+        ids[hit] = 40_000 + np.arange(hit.sum())
+        return replace(r, support=Support(ids, r.support.offsets))
+
+    return change
+
+
+def truncated(limit: int, logprobs: bool = True) -> Change:
+    """Supports are cut to `limit` ids, the sampled one among them."""
+
+    def change(r: Rollout) -> Rollout:
+        rows = []
+        for (ids, lps), y in zip(_rows(r), r.output_ids, strict=True):
+            order = sorted(range(len(ids)), key=lambda i: (ids[i] != y, -lps[i]))[:limit]  # noqa: B023
+            rows.append(([ids[i] for i in order], [lps[i] for i in order]))
+        return _from_rows(r, rows, logprobs)
+
+    return change
+
+
+def padded(pad: int, logprob: float | None) -> Change:
+    """`pad` at the end of every support that lacks it, with that logprob (None: not recorded)."""
+
+    def change(r: Rollout) -> Rollout:
+        rows = [
+            (ids, lps) if pad in ids else ([*ids, pad], [*lps, logprob or 0.0])
+            for ids, lps in _rows(r)
+        ]
+        return _from_rows(r, rows, logprob is not None)
+
+    return change
+
+
+def declared_order(order: str) -> Change:
+    def change(r: Rollout) -> Rollout:
+        meta = json.loads(r.engine_meta) | {"filter_order": order}
+        return replace(r, engine_meta=json.dumps(meta, sort_keys=True))
+
+    return change
+
+
+def at_endpoint(url: str) -> Change:
+    return lambda r: replace(
+        r, engine_meta=json.dumps(json.loads(r.engine_meta) | {"endpoint": url}, sort_keys=True)
+    )
+
+
+def noise_of(r: Rollout, size: float) -> NDArray[np.floating]:
+    """[E] What other weights do to logits, nearly: something else to each."""
+    return np.random.default_rng(len(r.support.ids)).normal(0, size, len(r.support.ids))
+
+
+def stale_from(start: int, size: float) -> Change:
+    """Output tokens from `start` on have other weights, and no version says so."""
+    return moved(lambda r: np.where(r.support.rows >= start, noise_of(r, size), 0.0))
+
+
+def stale_before(share: float, other: Callable[[Rollout], NDArray[np.floating]]) -> Change:
+    """The first part of the output is of version `old`, whose logits differ by `other` [E]."""
+
+    def change(r: Rollout) -> Rollout:
+        border = int(len(r.output_ids) * share)
+        shift = np.where(r.support.rows < border, other(r), 0.0)
+        spans = (WeightSpan("old", 0, border), WeightSpan("new", border, len(r.output_ids)))
+        return replace(
+            with_logprobs(r, softmaxed(r, r.support_logprobs + shift)), weight_versions=spans
+        )
+
+    return change
+
+
+# Faults of the policy: the rollouts stay, the trainer is another one.
+
+
+def softcapped(cap: float) -> Callable[[Policy], Policy]:
+    return lambda policy: replace(policy, softcap=cap)
+
+
+def noisy_head(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
+    """Every weight of the head times 1 + size * N(0, 1)."""
+
+    def change(policy: Policy) -> Policy:
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(policy.weight.shape, generator=generator)
+        return replace(policy, weight=policy.weight * (1 + size * noise).to(policy.weight.dtype))
+
+    return change
+
+
+def noisy_norm(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
+    """Every weight of the body's last norm times 1 + size * N(0, 1): a column of the head."""
+
+    def change(policy: Policy) -> Policy:
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(policy.weight.shape[1], generator=generator)
+        return replace(policy, weight=policy.weight * (1 + size * noise).to(policy.weight.dtype))
+
+    return change
+
+
+def head_row_moved(token: int, by: float) -> Callable[[Policy], Policy]:
+    """One row of the head is another one: bug case A13."""
+
+    def change(policy: Policy) -> Policy:
+        weight = policy.weight.clone()
+        weight[token] = weight[token] * (1 + by)
+        return replace(policy, weight=weight)
+
+    return change
+
+
+@dataclass(frozen=True)
+class Case:
+    """A seeded fault. `kind` is the wanted kind of scope, where only one is right."""
+
+    name: str
+    code: str
+    inject: Inject = list
+    policy: Callable[[Policy], Policy] | None = None
+    kind: str | None = None
+
+
+def _sampled_only(inject: Inject) -> Inject:
+    return lambda rollouts: [without_support_logprobs(r) for r in inject(rollouts)]
+
+
+def _two_endpoints(change: Change) -> Inject:
+    """Odd rollouts came from b, which is faulty."""
+    at_a, at_b = at_endpoint("http://a"), at_endpoint("http://b")
+    return lambda rollouts: [at_b(change(r)) if i % 2 else at_a(r) for i, r in enumerate(rollouts)]
+
+
+def _is_warm(i: int, r: Rollout) -> bool:
+    return abs(r.temperature - 1.3) < 1e-3
+
+
+IGNORED = logits_times(lambda r: r.temperature)
+DOUBLED = logits_times(lambda r: 1 / r.temperature)
+OTHER = stale_before(0.5, lambda r: noise_of(r, 0.3))
+OFTEN = 198  # a line feed, in hundreds of recorded supports
+
+CASES = (
+    Case("T ignored", "temperature_ignored", in_some(IGNORED)),
+    Case("T ignored, sampled only", "temperature_ignored", _sampled_only(in_some(IGNORED))),
+    Case("T ignored by one endpoint", "temperature_ignored", _two_endpoints(IGNORED), kind="endpoint"),
+    Case("T doubled", "temperature_doubled", in_some(DOUBLED)),
+    Case("T doubled, sampled only", "temperature_doubled", _sampled_only(in_some(DOUBLED))),
+    Case("T off by 20 %", "temperature_other", in_some(declared_temperature(1.2)), kind="all"),
+    Case("T off by 5 %", "temperature_other", in_some(declared_temperature(1.05)), kind="all"),
+    Case("T off by 3 %", "temperature_other", in_some(declared_temperature(1.03)), kind="all"),
+    Case("T off by -5 %", "temperature_other", in_some(declared_temperature(0.95)), kind="all"),
+    Case("T off by 5 %, one in ten", "temperature_other", in_some(declared_temperature(1.05), every(10)), kind="rollouts"),
+    Case("T off by 10 %, sampled only", "temperature_other", _sampled_only(in_some(declared_temperature(1.1)))),
+    Case("T off by 10 % in one setting", "temperature_other", in_some(logits_times(lambda r: 1.1), _is_warm), kind="setting"),
+    Case("full stored", "full_logprobs_stored", in_some(full_stored)),
+    Case("full stored for every id", "full_logprobs_stored", in_some(full_stored_for_every_id)),
+    Case("full stored, one in ten", "full_logprobs_stored", in_some(full_stored, every(10)), kind="rollouts"),
+    Case("supports shifted", "shifted_by_one", in_some(supports_shifted(1))),
+    Case("supports shifted back, one in ten", "shifted_by_one", in_some(supports_shifted(-1), every(10))),
+    Case("logprobs shifted", "shifted_by_one", in_some(logprobs_shifted(1))),
+    Case("softcap 30", "softcap", policy=softcapped(30.0)),
+    Case("softcap 100", "softcap", policy=softcapped(100.0)),
+    Case("softcap 50", "softcap", policy=softcapped(50.0)),
+    Case("head noise 5 %", "other_weights", policy=noisy_head(0.05)),
+    Case("head noise 10 %", "other_weights", policy=noisy_head(0.1)),
+    Case("head noise 3 %", "other_weights", policy=noisy_head(0.03, seed=1)),
+    Case("stale version", "other_weights", in_some(OTHER), kind="version"),
+    Case("stale from token 16 on", "other_weights", in_some(stale_from(16, 0.3)), kind="tail"),
+    Case("stale, one in ten", "other_weights", in_some(stale_from(0, 0.4), every(10)), kind="rollouts"),
+    Case("norm noise 5 %", "other_weights", policy=noisy_norm(0.05)),
+    Case("sampled outside", "sampled_outside_support", in_some(sampled_removed(0.05))),
+    Case("sampled outside, one in ten", "sampled_outside_support", in_some(sampled_removed(0.3), every(10))),
+    Case("support cut to 8", "support_truncated", in_some(truncated(8))),
+    Case("support cut to 8, sampled only", "support_truncated", in_some(truncated(8, logprobs=False))),
+    Case("support padded with 0", "support_padded", in_some(padded(0, None))),
+    Case("support padded, -inf", "support_padded", in_some(padded(2, -np.inf))),
+    Case("duplicate ids", "duplicate_ids", in_some(duplicated(1.0))),
+    Case("duplicate ids, some", "duplicate_ids", in_some(duplicated(0.1, logprobs=False))),
+    Case("order declared sequential", "filter_order", in_some(declared_order("sequential"))),
+    Case("bias +1", "bias", in_some(on_ids({OFTEN: 1.0})), kind="ids"),
+    Case("bias on three ids", "bias", in_some(on_ids({OFTEN: -1.5, 28: 1.0, 30: 0.7})), kind="ids"),
+    Case("bias +0.5", "bias", in_some(on_ids({OFTEN: 0.5})), kind="ids"),
+    Case("head row moved", "bias", policy=head_row_moved(OFTEN, 0.1), kind="ids"),
+    Case("penalty 0.2", "penalty", in_some(on_seen(-0.2))),
+    Case("penalty 0.5", "penalty", in_some(on_seen(-0.5))),
+    Case("penalty 1.5, one setting", "penalty", in_some(on_seen(-1.5), _is_warm), kind="setting"),
+)  # fmt: skip

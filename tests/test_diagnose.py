@@ -1,0 +1,284 @@
+"""Each hypothesis on exact numbers made by hand: seed one fault, find that one; no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fault_injector import (
+    at_endpoint,
+    full_stored,
+    without_support_logprobs,
+)
+from sides import LENGTH, ROLLOUTS, VOCABULARY, Array, play, sides, some_logits
+
+from replay.diagnose import diagnose
+from replay.evidence import Evidence
+from replay.hypotheses import HYPOTHESES
+from replay.rule import strength
+from rollout.diagnosis import Diagnosis
+from rollout.record import Rollout, WeightSpan
+from rollout.self_check import check_engine
+from rollout.support import Support
+
+Z5 = np.array([3.0, 2.0, 1.0, 0.0, -1.0])
+
+
+@pytest.fixture(scope="module")
+def logits() -> Array:
+    return some_logits()
+
+
+def first(played: tuple[list[Rollout], Evidence]) -> Diagnosis:
+    rollouts, evidence = played
+    return diagnose(evidence, rollouts, check_engine(rollouts))[0]
+
+
+def sampled_only(played: tuple[list[Rollout], Evidence]) -> tuple[list[Rollout], Evidence]:
+    rollouts, evidence = played
+    return [without_support_logprobs(r) for r in rollouts], evidence.sampled_only()
+
+
+def test_honest_noise_is_clean(logits: Array) -> None:
+    for noise in (0.0, 1e-5, 0.02, 0.06):
+        got = first(play(logits, noise=noise))
+        assert (got.code, got.scope["kind"]) == ("clean", "all"), noise
+        assert first(sampled_only(play(logits, noise=noise))).code == "clean", noise
+
+
+@pytest.mark.parametrize("only_sampled", [False, True], ids=["whole support", "sampled only"])
+@pytest.mark.parametrize(
+    ("code", "temperature", "change"),
+    [
+        pytest.param("temperature_ignored", 0.5, lambda z: z, id="ignored"),
+        pytest.param("temperature_doubled", 0.7, lambda z: z / 0.49, id="doubled"),
+        pytest.param("temperature_other", 0.7, lambda z: z / 0.77, id="other"),
+        pytest.param("temperature_other", 1.0, lambda z: z * 1.05, id="a scale"),
+    ],
+)
+def test_temperature(
+    logits: Array,
+    code: str,
+    temperature: float,
+    change: Callable[[Array], Array],
+    only_sampled: bool,
+) -> None:
+    played = play(logits, change, temperature=temperature)
+    got = first(sampled_only(played) if only_sampled else played)
+    assert (got.code, got.scope["kind"]) == (code, "all")
+
+
+def test_best_fit_temperature_of_a01() -> None:
+    """z = [3, 2, 1, 0, -1], S = {0, 1}: -2.126928 at T 0.5 for id 1, -1.313262 with T ignored."""
+    z = np.broadcast_to(Z5, (8, 6, 5))
+    outputs = np.tile([1, 0, 0, 1, 0, 0], (8, 1))
+    supports = [[[0, 1]] * 6] * 8
+    rollouts, evidence = sides(z, z / 0.5, supports, outputs, temperature=1.0)
+    assert rollouts[0].sampling_logprobs[0] == pytest.approx(-2.126928, abs=1e-6)
+    assert evidence.replay[0] == pytest.approx(-1.313262, abs=1e-6)
+    got = diagnose(evidence, rollouts)[0]
+    assert (got.code, got.evidence["temperature"]) == ("temperature_other", [0.5])
+    assert "logit_scale" in got.also
+
+    _, evidence = sides(z, z, supports, outputs, temperature=0.5)
+    assert evidence.sampling[0] == pytest.approx(-1.313262, abs=1e-6)
+    assert diagnose(evidence, rollouts)[0].code == "temperature_ignored"
+
+
+def test_a_bf16_grid_makes_the_temperature_exact(logits: Array) -> None:
+    on_grid = np.round(logits * 16) / 16
+    got = first(play(on_grid, lambda z: z / 0.735, noise=0.0, temperature=0.7))
+    assert got.code == "temperature_other"
+    assert got.evidence["temperature"] == [0.735]
+    assert got.evidence["on_bf16_grid"]["estimate"] > 0.95
+    slightly = first(play(on_grid, lambda z: z / 0.707, noise=0.0, temperature=0.7))
+    assert slightly.code == "temperature_other", "1 %, inside the dead band of the fit"
+
+
+def test_the_gap_of_a02_is_the_support_not_applied() -> None:
+    """S = {0, 1}: over the support -1.313262, over everything -1.451914."""
+    z = np.broadcast_to(Z5, (8, 6, 5))
+    outputs = np.tile([1, 0, 0, 1, 0, 0], (8, 1))
+    rollouts, evidence = sides(z, z, [[[0, 1]] * 6] * 8, outputs)
+    stored = replace(evidence, sampling=evidence.full).sampled_only()
+    assert stored.sampling[0] - stored.replay[0] == pytest.approx(-0.138653, abs=1e-6)
+    got = diagnose(stored, [full_stored(r) for r in rollouts])[0]
+    assert got.code == "full_logprobs_stored"
+    assert got.evidence["share_of_mismatch_removed"] > 0.999
+
+
+@pytest.mark.parametrize(
+    ("change", "policy", "softcap", "facts"),
+    [
+        pytest.param(
+            lambda z: 30 * np.tanh(z / 30), lambda z: z, None, ("cap", 30), id="only the engine"
+        ),
+        pytest.param(
+            lambda z: z, lambda z: 30 * np.tanh(z / 30), 30.0, ("policy_cap", 30), id="only policy"
+        ),
+    ],
+)
+def test_softcap(
+    logits: Array,
+    change: Callable[[Array], Array],
+    policy: Callable[[Array], Array],
+    softcap: float | None,
+    facts: tuple[str, float],
+) -> None:
+    got = first(play(logits, change, policy, softcap=softcap))
+    assert got.code == "softcap"
+    assert got.evidence[facts[0]] == pytest.approx(facts[1], rel=0.05)
+
+
+def moved(ids: dict[int, float]) -> Callable[[Array], Array]:
+    shift = np.zeros(VOCABULARY)
+    for token, by in ids.items():
+        shift[token] = by
+    return lambda z: z + shift
+
+
+def test_bias_names_its_ids(logits: Array) -> None:
+    got = first(play(logits, moved({7: 1.0, 11: -0.8})))
+    assert (got.code, got.scope["kind"]) == ("bias", "ids")
+    assert got.evidence["ids"] == {
+        7: pytest.approx(1.0, abs=0.1),
+        11: pytest.approx(-0.8, abs=0.1),
+    }
+
+
+def test_one_row_of_the_head_a13() -> None:
+    """200 rows, 50 of which have id 3 in their support, whose logit is 0.5 higher in replay."""
+    generator = np.random.default_rng(3)
+    z = np.where(np.arange(20) == 3, 15.0, generator.normal(15, 1, (10, 20, 20)))
+    supports = [[[0, 1, 2, *([3] if t % 4 == 0 else [4])] for t in range(20)] for _ in range(10)]
+    outputs = np.array([[s[t % 4] for t, s in enumerate(rows)] for rows in supports])
+    rollouts, evidence = sides(z + np.where(np.arange(20) == 3, 0.5, 0), z, supports, outputs)
+    differs = np.abs(evidence.as_recorded) > 1e-5
+    assert (differs.sum(), len(evidence)) == (50, 200)
+    got = diagnose(evidence, rollouts)[0]
+    assert got.code == "bias"
+    assert got.evidence["ids"] == {3: pytest.approx(-0.5, abs=1e-3)}
+    assert got.evidence["tokens"] == 50
+    assert "other_weights" in got.also, "a stale row of the head predicts the same"
+
+
+def test_penalty_is_told_from_bias(logits: Array) -> None:
+    generator = np.random.default_rng(2)
+    few = logits.copy()
+    few[:, :, :10] += 6  # so that ids come again
+    supports = [[np.argsort(-z)[:8].tolist() for z in rows] for rows in few]
+    outputs = np.array([[generator.choice(s[:4]) for s in rows] for rows in supports])
+    engine = few + generator.normal(0, 0.02, few.shape)
+    for n, output in enumerate(outputs):
+        for t in range(LENGTH):
+            engine[n, t, np.unique(output[:t]).astype(int)] -= 0.5
+    got = first(sides(few, engine, supports, outputs))
+    assert got.code == "penalty"
+    assert got.evidence["shift"] == pytest.approx(-0.5, abs=0.05)
+
+
+def test_other_weights_are_what_nothing_explains(logits: Array) -> None:
+    wild = np.random.default_rng(5).normal(0, 0.3, logits.shape)
+    got = first(play(logits, lambda z: z + wild))
+    assert (got.code, got.scope["kind"]) == ("other_weights", "all")
+    assert got.evidence["over_noise_floor"] > 5
+
+
+def test_stale_weights_are_named_by_their_version(logits: Array) -> None:
+    wild = np.random.default_rng(5).normal(0, 0.3, logits.shape)
+    wild[:, LENGTH // 2 :] = 0
+    rollouts, evidence = play(logits, lambda z: z + wild)
+    half = LENGTH // 2
+    spans = (WeightSpan("v1", 0, half), WeightSpan("v2", half, LENGTH))
+    dated = tuple(replace(r, weight_versions=spans) for r in rollouts)
+    got = diagnose(replace(evidence, rollouts=dated), dated)[0]
+    assert (got.code, got.scope["kind"], got.scope["version"]) == ("other_weights", "version", "v1")
+
+
+def test_from_a_token_on(logits: Array) -> None:
+    wild = np.random.default_rng(5).normal(0, 0.3, logits.shape)
+    wild[:, :16] = 0
+    got = first(play(logits, lambda z: z + wild))
+    assert (got.code, got.scope["kind"], got.scope["from_token"]) == ("other_weights", "tail", 16)
+
+
+def test_an_endpoint_of_its_own(logits: Array) -> None:
+    factor = np.where(np.arange(ROLLOUTS) % 2, 1.1, 1.0)[:, None, None]
+    rollouts, evidence = play(logits, lambda z: z * factor)
+    at = tuple(at_endpoint("http://b" if i % 2 else "http://a")(r) for i, r in enumerate(rollouts))
+    got = diagnose(replace(evidence, rollouts=at), at)[0]
+    assert (got.code, got.scope["kind"]) == ("temperature_other", "endpoint")
+    assert got.scope["endpoint"] == "http://b"
+    assert got.evidence["logit_factor"] == pytest.approx(1.1, rel=0.01)
+
+
+def test_a_few_rollouts(logits: Array) -> None:
+    factor = np.where(np.isin(np.arange(ROLLOUTS), (2, 7)), 1.1, 1.0)[:, None, None]
+    got = first(play(logits, lambda z: z * factor))
+    assert (got.code, got.scope["kind"]) == ("temperature_other", "rollouts")
+    assert got.scope["first"] == ["2:0", "7:0"]
+
+
+def test_small_noise_and_one_wild_token_of_a16() -> None:
+    """10,000 tokens with N(0, 0.02); one with 3.0; one outside its support."""
+    generator = np.random.default_rng(0)
+    z = generator.normal(15, 1, (50, 200, 4))
+    supports = [[[0, 1, 2, 3]] * 200] * 50
+    outputs = generator.integers(0, 4, (50, 200))
+    rollouts, exact = sides(z, z, supports, outputs)
+    noisy = exact.sampling + generator.normal(0, 0.02, 10_000)
+    gap = np.abs(noisy - exact.replay)
+    assert gap.mean() == pytest.approx(0.0160, abs=3e-4)
+    assert np.percentile(gap, 99) == pytest.approx(0.0515, abs=2e-3)
+    evidence = replace(exact, sampling=noisy).sampled_only()
+    bare = [without_support_logprobs(r) for r in rollouts]
+    noisy[77] += 3.0
+    assert diagnose(evidence, bare)[0].code == "clean", "one token says nothing"
+    bare[3] = replace(bare[3], support=Support.from_rows([[0, 1, 2, 3]] * 199 + [[9]]))
+    got = diagnose(evidence, bare)[0]
+    assert (got.code, got.evidence["tokens"]) == ("sampled_outside_support", 1)
+
+
+def test_another_prompt_is_named_when_it_agrees(logits: Array) -> None:
+    wild = np.random.default_rng(5).normal(0, 0.3, logits.shape)
+    rollouts, evidence = play(logits, lambda z: z + wild)
+    _, agrees = play(logits)
+    asked: list[str] = []
+
+    def rescore(changed: list[Rollout]) -> Evidence:
+        name = json.loads(changed[0].extra)["name"]
+        asked.append(name)
+        return agrees if name == "with BOS in front" else evidence
+
+    def candidates(some: list[Rollout]) -> dict[str, list[Rollout]]:
+        names = ("without the template", "with BOS in front", "third", "fourth")
+        return {n: [replace(r, extra=json.dumps({"name": n})) for r in some] for n in names}
+
+    got = diagnose(evidence, rollouts, None, rescore, candidates)[0]
+    assert got.code == "prompt_differs"
+    assert "with BOS in front" in got.sentence
+    assert len(asked) == 3, "at most three are replayed"
+    asked.clear()
+    assert diagnose(agrees, rollouts, None, rescore, candidates)[0].code == "clean"
+    assert asked == [], "nothing is replayed without need"
+
+
+def test_strength_counts_rollouts_not_tokens() -> None:
+    gain = np.repeat([1.0, -0.9, 1.1, -1.0, 0.9, -1.1, 1.0, -0.8], 100)
+    assert abs(strength(gain, np.repeat(np.arange(8), 100))) < 1
+    assert strength(np.ones(40), np.repeat(np.arange(8), 5)) == np.inf
+    assert strength(np.zeros(5), np.zeros(5, int)) == 0
+
+
+def test_codes_are_distinct_and_have_words() -> None:
+    codes = [h.code for h in HYPOTHESES]
+    assert len(set(codes)) == len(codes)
+    assert all(h.sentence and h.advice for h in HYPOTHESES)
+
+
+def test_a_diagnosis_is_json_ready(logits: Array) -> None:
+    got = first(play(logits, moved({7: 1.0})))
+    assert json.loads(json.dumps(got.as_dict()))["code"] == "bias"
