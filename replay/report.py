@@ -37,6 +37,7 @@ class Report:
     gates: tuple[Gate, ...]
     findings: tuple[Finding, ...]
     precision: dict[str, str]
+    audit: dict[str, Any] | None = None  # of the supports, where it was asked for
 
     @property
     def failed_gates(self) -> tuple[Gate, ...]:
@@ -54,6 +55,7 @@ class Report:
             "failed_gates": [gate.name for gate in self.failed_gates],
             "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
             **self.numbers,
+            "audit": self.audit,
             "precision": self.precision,
         }
 
@@ -66,9 +68,11 @@ def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str
         "log_ratio_abs_p99": numbers["log_ratio_abs"]["p99"],
         "mismatch_kl": numbers["mismatch_kl"],
         "support_kl": numbers["support_kl"],
+        "audit_inconsistent": verified.audit and verified.audit.inconsistent_at_least,
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
-    return Report(numbers, judged, verified.findings, precision)
+    audit = verified.audit and verified.audit.as_dict()
+    return Report(numbers, judged, verified.findings, precision, audit)
 
 
 def measure(verified: Verified) -> dict[str, Any]:

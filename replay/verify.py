@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay.audit import Audit, Auditor, Semantics, recorded_semantics
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
+from replay.facts import Head
 from replay.full import score_full
 from replay.policy import Policy
 from replay.reference import segments
@@ -38,6 +40,7 @@ class Verified:
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
+    audit: Audit | None = None  # of a sample of the tokens, where it was asked for
 
 
 def verify(
@@ -45,25 +48,30 @@ def verify(
     policy: Policy,
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
+    semantics: Callable[[Rollout], Semantics] = recorded_semantics,
 ) -> Verified:
     """Score every sampled token; bad content never raises, it becomes a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch.
+    `semantics` says for the audit how the engine filtered each rollout.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
     scored = []
-    for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
+    runnable = [r for r in rollouts if _fits(faults, r)]
+    auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
+    for batch in pack(runnable, config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        scored.append(replace(table, **_scores(batch, policy, config)))
+        scored.append(replace(table, **_scores(batch, policy, config, auditor)))
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
         findings += _no_numbers(TokenTable.concatenate(scored))
     tokens = TokenTable.concatenate([*unscored, *scored])
-    return Verified(tokens, tuple(findings), len(rollouts))
+    audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
+    return Verified(tokens, tuple(findings), len(rollouts), audit)
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
@@ -71,7 +79,9 @@ def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
 
 
 @torch.inference_mode()
-def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[str, Any]:
+def _scores(
+    batch: PackedBatch, policy: Policy, config: ReplayConfig, auditor: Auditor
+) -> dict[str, Any]:
     """The columns of `TokenTable` that the policy fills, for the scored tokens of `batch`."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
@@ -94,12 +104,19 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> dict[st
     )
     full = score_full(hidden, policy.weight, b.targets, **head)
     assert masked.support_logprobs is not None
+    if config.audit_tokens:
+        auditor.add(batch, hidden, _head(policy, config), masked.support_logprobs)
     return {
         "replay_logprobs": masked.logprob.cpu().numpy(),
         "replay_full_logprobs": full.logprob.cpu().numpy(),
         "replay_entropy": masked.entropy.cpu().numpy(),
         "support_kl": support_kl(batch, masked.support_logprobs.cpu()).numpy(),
     }
+
+
+def _head(policy: Policy, config: ReplayConfig) -> Head:
+    head_dtype = getattr(torch, config.head_dtype)
+    return Head(policy.weight, policy.bias, policy.logit_scale, policy.softcap, head_dtype)
 
 
 def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from replay.kernels import statistics
 from replay.kernels.launch import OPTIONS, ROUND
-from replay.statistics import RowGrads, Running, Tile
+from replay.statistics import Outside, RowGrads, Running, Tile
 
 BLOCK_V = 4096
 
@@ -19,6 +19,17 @@ def update(running: Running, tile: Tile) -> None:
         return
     statistics.update_kernel[(num_tokens,)](
         tile.z, tile.bias, tile.targets, tile.shape.temperature, *running,
+        num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
+        BLOCK_V=min(BLOCK_V, triton.next_power_of_2(num_columns)), num_warps=8, **OPTIONS,
+    )  # fmt: skip
+
+
+def outside(running: Outside, tile: Tile) -> None:
+    num_tokens, num_columns = tile.z.shape
+    if not num_tokens:
+        return
+    statistics.outside_kernel[(num_tokens,)](
+        tile.z, tile.bias, tile.shape.temperature, *running,
         num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
         BLOCK_V=min(BLOCK_V, triton.next_power_of_2(num_columns)), num_warps=8, **OPTIONS,
     )  # fmt: skip
