@@ -242,9 +242,7 @@ class Auditor:
         counter = self._skipped.setdefault(reason, Counter())
         counter.update(rollouts=rollouts, tokens=tokens)
 
-    def add(
-        self, batch: PackedBatch, hidden: Tensor, head: Head, support_logprobs: Tensor
-    ) -> None:
+    def add(self, batch: PackedBatch, hidden: Tensor, head: Head, support_logprobs: Tensor) -> None:
         """Take in a batch: hidden [T, D] of its scored tokens, and the policy's logprobs [E]."""
         self._measure(batch, support_logprobs.cpu())
         number, start = self._number, 0

@@ -23,7 +23,6 @@ from replay.score import triton_fits
 from replay.statistics import Outside, Shape, Tile
 
 TILE_ELEMENTS = 2**25  # logits of a tile; 134 MB in fp32
-CPU_TILE_ELEMENTS = 2**21  # closer to its caches
 TOKEN_CHUNK = 4096
 
 
@@ -92,8 +91,7 @@ def gather_facts(hidden: Tensor, head: Head, supports: Supports) -> Facts:
     members = torch.empty(len(supports.ids), dtype=dtype, device=hidden.device)
     outside = Outside.start(num_tokens, dtype, hidden.device)
     backend = _backend(hidden, head)
-    elements = TILE_ELEMENTS if hidden.is_cuda else CPU_TILE_ELEMENTS
-    width = max(1, elements // max(1, min(num_tokens, TOKEN_CHUNK)))
+    width = max(1, TILE_ELEMENTS // max(1, min(num_tokens, TOKEN_CHUNK)))
     places = _Places.sort(supports, TOKEN_CHUNK, width, len(weight))
     with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
         for i, start in enumerate(range(0, num_tokens, TOKEN_CHUNK)):
