@@ -1,4 +1,4 @@
-"""A second look at the audited tokens that fit worst: which ids are odd, and was the set repaired."""
+"""A second look at the audited tokens that fit worst: odd ids, and sets that were repaired."""
 
 from __future__ import annotations
 
@@ -86,12 +86,17 @@ class Kept:
         counts = torch.cat([p.supports.counts for p in parts])
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         temperature = torch.cat([p.supports.temperature for p in parts])
-        names = list(vars(parts[0].filters))
+        filters = {
+            name: torch.cat([vars(p.filters)[name] for p in parts])
+            for name in vars(parts[0].filters)
+        }
         return cls(
-            *(torch.cat([getattr(p, n) for p in parts]) for n in ("at", "margins", "hidden")),
+            torch.cat([p.at for p in parts]),
+            torch.cat([p.margins for p in parts]),
+            torch.cat([p.hidden for p in parts]),
             torch.cat([p.drawn for p in parts]),
             Supports(ids, offsets, temperature),
-            Filters(**{n: torch.cat([getattr(p.filters, n) for p in parts]) for n in names}),
+            Filters(**filters),
         )
 
 

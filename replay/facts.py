@@ -4,8 +4,8 @@ The [T, V] logits exist a tile at a time. In each tile the members of the suppor
 taken out, so that one pass over the rest gives the largest logit outside and the sum outside,
 exactly and without a difference of two nearly equal masses.
 
-Axes: `T` audited tokens, `E` support entries, `V` vocabulary, `D` hidden. A logit here is z/T: after
-scale, softcap and temperature.
+Axes: `T` audited tokens, `E` support entries, `V` vocabulary, `D` hidden. A logit here is z/T,
+after scale, softcap and temperature.
 """
 
 from __future__ import annotations

@@ -62,17 +62,17 @@ class Report:
 
 def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str]) -> Report:
     """Measure and judge. Means are over every token that both sides scored, singletons included."""
-    numbers = measure(verified)
+    numbers, audit = measure(verified), verified.audit
     values = {
         "log_ratio_abs_mean": numbers["log_ratio_abs"]["mean"],
         "log_ratio_abs_p99": numbers["log_ratio_abs"]["p99"],
         "mismatch_kl": numbers["mismatch_kl"],
         "support_kl": numbers["support_kl"],
-        "audit_inconsistent": verified.audit and verified.audit.inconsistent_at_least,
+        "audit_inconsistent": None if audit is None else audit.inconsistent_at_least,
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
-    audit = verified.audit and verified.audit.as_dict()
-    return Report(numbers, judged, verified.findings, precision, audit)
+    told = None if audit is None else audit.as_dict()
+    return Report(numbers, judged, verified.findings, precision, told)
 
 
 def measure(verified: Verified) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.audit import Audit, Auditor, Semantics, recorded_semantics
+from replay.audit import Auditor, Semantics, recorded_semantics
+from replay.audit_result import Audit
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
 from replay.facts import Head

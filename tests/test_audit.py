@@ -14,16 +14,8 @@ import torch
 from builders import make_rollout
 
 from replay import GatesConfig, make_report
-from replay.audit import (
-    FLOOR,
-    Audit,
-    Auditor,
-    Semantics,
-    Tolerance,
-    classify,
-    exclusion,
-    lower_bound,
-)
+from replay.audit import FLOOR, Auditor, Semantics, exclusion
+from replay.audit_result import CLASSES, Audit, Tolerance, classify, lower_bound
 from replay.batch import pack
 from replay.facts import Head
 from replay.score import score_support
@@ -178,8 +170,6 @@ def test_a_sample_is_drawn_with_a_fixed_seed_over_all_rollouts() -> None:
 
 def test_the_tolerance_is_the_half_range_of_what_both_sides_say() -> None:
     """Engine logits moved by +0.1 and -0.1 at T 2: half-range 0.1 over z/T, 0.2 in logits."""
-    shifted = np.log(P[:2]) + [0.1, -0.1]
-    lps = (shifted - np.logaddexp(*shifted)).astype(np.float32)
     r = sampled([[0, 1]], [0], temperature=2.0)
     both = torch.tensor(P[:2]).log() / 2
     lps = (both + torch.tensor([0.1, -0.1])).log_softmax(0).numpy()
@@ -215,9 +205,8 @@ def test_a_few_broken_rows_do_not_widen_their_own_tolerance() -> None:
      (-0.5, "explainable"), (-0.51, "inconsistent"), (-math.inf, "inconsistent")],
 )  # fmt: skip
 def test_classes(margin: float, name: str) -> None:
-    kinds = ("robust", "consistent", "explainable", "inconsistent")
     margins, temperature = np.array([[margin, 9, 9, 9]]), np.array([2.0])
-    assert kinds[classify(margins, temperature, Tolerance(1.0, "none", 0))[0]] == name
+    assert CLASSES[classify(margins, temperature, Tolerance(1.0, "none", 0))[0]] == name
 
 
 @pytest.mark.parametrize(
