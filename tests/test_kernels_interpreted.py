@@ -27,7 +27,8 @@ def interpret(*selection: str) -> None:
 
 
 def test_scores_and_gradients() -> None:
-    interpret("tests/test_kernels.py", "-k", "every and score and float32 or mirrored or mixed")
+    chosen = "every and score and float32 or mirrored or mixed or facts"
+    interpret("tests/test_kernels.py", "-k", chosen)
 
 
 @pytest.mark.stress

@@ -72,12 +72,13 @@ def outside_kernel(
     for v in range(0, num_columns, BLOCK_V):
         offs_v = v + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_columns
-        raw = tl.load(row + offs_v, mask=in_v, other=float("-inf")).to(tl.float32)
-        z = raw
+        z = tl.load(row + offs_v, mask=in_v, other=float("-inf")).to(tl.float32)
+        is_outside = z != float("-inf")
+        z = tl.where(is_outside, z, 0.0)  # which softcap would bring back from -inf
         if HAS_BIAS:
             z += tl.load(bias + offs_v, mask=in_v, other=0.0).to(tl.float32)
         z, _ = _shape(z, scale, softcap, ROUND, CAPPED)
-        z = tl.where(raw == float("-inf"), float("-inf"), z / divisor)
+        z = tl.where(is_outside, z / divisor, float("-inf"))
         largest, index = tl.max(z, 0, return_indices=True)
         argmax = tl.where(largest > top, first_id + v + index, argmax)
         new_top = tl.maximum(top, largest)
