@@ -227,8 +227,8 @@ class Auditor:
             ("support_logprobs", self._half_ranges, 1.0),
             ("log_ratio", self._errors, PER_LOG_RATIO),
         ):
-            values = torch.cat(parts).double() if parts else torch.empty(0)
-            values = values[values.isfinite()].numpy()
+            tensor = torch.cat(parts).double() if parts else torch.empty(0)
+            values = tensor[tensor.isfinite()].numpy()
             if len(values):
                 median, p99 = np.percentile(values, [50, 99])
                 measured = min(p99, PER_MEDIAN * median) if factor == 1 else p99

@@ -168,12 +168,15 @@ def _before(members: _Members, rest: Rest, odds: Tensor, keeps_ties: Tensor) -> 
     alone = slack.gather(1, (n - 1)[:, None]).squeeze(1)
     spread = (z - members.at(n - 1)[:, None]) / 2
     spread = spread.where(spread >= 0, torch.inf)  # padding
-    best = torch.full_like(alone, torch.inf)
-    for m in range(rest.tie.shape[1]):
-        slack = (odds[:, None] - before + torch.logaddexp(since, rest.logsumexp[:, m, None])) / 2
-        cost = torch.maximum(spread, -slack).amin(1)
-        best = torch.minimum(best, torch.maximum(cost, rest.tie[:, m]))
-    return torch.where((alone >= 0) | ~keeps_ties, alone, -best)
+    best = torch.maximum(spread, -slack).amin(1)
+    fails = (alone < 0) & keeps_ties
+    if rest.tie.shape[1] > 1 and bool(fails.any()):
+        for m in range(1, rest.tie.shape[1]):
+            with_ties = torch.logaddexp(since[fails], rest.logsumexp[fails, m, None])
+            slack = (odds[fails, None] - before[fails] + with_ties) / 2
+            cost = torch.maximum(spread[fails], -slack).amin(1)
+            best[fails] = torch.minimum(best[fails], torch.maximum(cost, rest.tie[fails, m]))
+    return torch.where(fails, -best, alone)
 
 
 def _stopped(members: _Members, rest: Rest, odds: Tensor, keeps_ties: Tensor) -> Tensor:

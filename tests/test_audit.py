@@ -226,3 +226,15 @@ def test_the_report_has_the_audit_and_its_gate() -> None:
     assert report.as_dict()["audit"]["classes"]["inconsistent"] == 9
     without = make_report(Verified(table, (), 1), GatesConfig(), {}).as_dict()
     assert (without["audit"], without["gates"]["audit_inconsistent"]["value"]) == (None, None)
+
+
+def test_a_logit_that_is_no_number_is_skipped_not_judged() -> None:
+    """Outside every support, so that only the whole vocabulary knows of it."""
+    r = sampled([[0, 1]] * 3, [0, 1, 0])
+    (batch,) = pack([r], 99)
+    weight = torch.tensor([*P[:3], math.nan]).log()[:, None]
+    auditor = Auditor([r], 99, {})
+    auditor.add(batch, torch.ones(3, 1), Head(weight), torch.zeros(len(batch.support_ids)))
+    got = auditor.finish(Head(weight)).as_dict()
+    assert (got["tokens"], got["inconsistent_at_least"]) == (0, None)
+    assert got["skipped"] == {"nonfinite_replay": {"rollouts": 1, "tokens": 3}}
