@@ -25,6 +25,13 @@ DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 @click.option("--head-dtype", type=DTYPES, help="Logits are rounded to it. [default: float32]")
 @click.option("--device", help="[default: the GPU if there is one]")
 @click.option("--max-tokens", type=int, help="Packed into one forward pass. [default: 4096]")
+@click.option(
+    "--audit",
+    "audit_tokens",
+    type=int,
+    metavar="N",
+    help="Tokens whose supports are audited; 0 = none. [default: 512]",
+)
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the model's own code.")
 @click.option(
     "--fail-on",

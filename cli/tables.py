@@ -164,6 +164,8 @@ def print_report(report: Report) -> None:
         f"{sizes['singletons']} singletons, {sizes['above_top_k']} above top_k",
         "precision": ", ".join(f"{k} {v}" for k, v in report.precision.items()),
     }
+    if report.audit is not None:
+        rows |= _audit_rows(report.audit)
     _print(None, rows)
     for finding in report.findings:
         click.echo(f"finding {finding.code}: {finding.count} tokens; first {finding.first}")
@@ -175,6 +177,28 @@ def print_report(report: Report) -> None:
         if diagnosis.advice:
             click.echo(f"  -> {diagnosis.advice}")
     click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
+
+
+def _audit_rows(audit: Mapping[str, Any]) -> dict[str, str]:
+    """What the audit of the supports found, and what it left out."""
+    if not audit["tokens"]:
+        return {"support audit": "no token that could be audited"}
+    tolerance, words = audit["tolerance"], []
+    partial = sum(count["tokens"] for count in audit["without_prefix_and_mass"].values())
+    if partial:
+        settings = ", ".join(audit["without_prefix_and_mass"])
+        words.append(f"{partial} without prefix and mass ({settings})")
+    skipped = sum(count["tokens"] for count in audit["skipped"].values())
+    if skipped:
+        words.append(f"{skipped} skipped ({', '.join(audit['skipped'])})")
+    if audit["repair_fingerprints"]:
+        words.append(f"{audit['repair_fingerprints']} explained without the drawn token")
+    return {
+        "support audit": f"{_counts(audit['classes'])} of {audit['tokens']} tokens",
+        "audit tolerance": "; ".join(
+            [f"{tolerance['logits']:.3g} logits, from {tolerance['source']}", *words]
+        ),
+    }
 
 
 def print_diff(found: Diff) -> None:

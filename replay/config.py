@@ -19,6 +19,7 @@ class GatesConfig(Block):
     log_ratio_abs_p99: Limit = 0.30
     mismatch_kl: Limit = 5e-3
     support_kl: Limit = 5e-3
+    audit_inconsistent: Limit = 0.01
 
 
 class ReplayConfig(Block):
@@ -29,5 +30,7 @@ class ReplayConfig(Block):
     device: str = "auto"
     """auto: the GPU if there is one."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
+    audit_tokens: Annotated[int, Field(ge=0)] = 512
+    """Sampled tokens whose supports are audited, drawn with a fixed seed; 0 = none."""
     trust_remote_code: bool = False
     gates: GatesConfig = GatesConfig()

@@ -41,6 +41,7 @@ class Report:
     findings: tuple[Finding, ...]
     precision: dict[str, str]
     diagnoses: tuple[Diagnosis, ...] = ()
+    audit: dict[str, Any] | None = None  # of the supports, where it was asked for
 
     @property
     def faults(self) -> tuple[Diagnosis, ...]:
@@ -65,21 +66,24 @@ class Report:
             "failed_gates": [gate.name for gate in self.failed_gates],
             "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
             **self.numbers,
+            "audit": self.audit,
             "precision": self.precision,
         }
 
 
 def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str]) -> Report:
     """Measure and judge. Means are over every token that both sides scored, singletons included."""
-    numbers = measure(verified)
+    numbers, audit = measure(verified), verified.audit
     values = {
         "log_ratio_abs_mean": numbers["log_ratio_abs"]["mean"],
         "log_ratio_abs_p99": numbers["log_ratio_abs"]["p99"],
         "mismatch_kl": numbers["mismatch_kl"],
         "support_kl": numbers["support_kl"],
+        "audit_inconsistent": None if audit is None else audit.inconsistent_at_least,
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
-    return Report(numbers, judged, verified.findings, precision, verified.diagnoses)
+    told = None if audit is None else audit.as_dict()
+    return Report(numbers, judged, verified.findings, precision, verified.diagnoses, told)
 
 
 def measure(verified: Verified) -> dict[str, Any]:

@@ -52,6 +52,22 @@ class Running(NamedTuple):
         return Running(*(tensor[rows] for tensor in self))
 
 
+class Outside(NamedTuple):
+    """Statistics [T] of the columns so far, without those that are -inf."""
+
+    top: Tensor
+    mass: Tensor  # sum of exp(z - top)
+    argmax: Tensor
+
+    @classmethod
+    def start(cls, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Outside:
+        running = Running.start(num_tokens, dtype, device)
+        return cls(running.top, running.mass, running.argmax)
+
+    def rows(self, rows: slice) -> Outside:
+        return Outside(*(tensor[rows] for tensor in self))
+
+
 class RowGrads(NamedTuple):
     """d loss / d (score) [T] where there is one, and the scores that its way back needs."""
 
@@ -90,6 +106,18 @@ def update(running: Running, tile: Tile) -> None:
     inside, column = _column(tile)
     found = z.gather(1, column[:, None]).squeeze(1)
     running.target.copy_(torch.where(inside, found, running.target))
+
+
+def outside(running: Outside, tile: Tile) -> None:
+    """Fold in the columns that are not -inf, in place; softcap does not bring those back."""
+    z = _logits(tile) / _divisor(tile.shape)
+    z.masked_fill_(tile.z == -torch.inf, -torch.inf)
+    largest, index = z.max(dim=1)
+    running.argmax.copy_(torch.where(largest > running.top, index + tile.start, running.argmax))
+    top = torch.maximum(running.top, largest)
+    shrink = (running.top - top).exp()
+    running.mass.mul_(shrink).add_((z - top[:, None]).exp_().sum(1))
+    running.top.copy_(top)
 
 
 def gradient(tile: Tile, grads: RowGrads, dtype: torch.dtype) -> Tensor:

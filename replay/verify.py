@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay.audit import Auditor, Semantics, recorded_semantics
+from replay.audit_result import Audit
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
 from replay.diagnose import OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
+from replay.facts import Head
 from replay.full import score_full
 from replay.policy import Policy
 from replay.reference import segments
@@ -47,6 +50,7 @@ class Verified:
     rollouts: int
     evidence: Evidence | None = None  # whole supports; None where nothing was scored
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
+    audit: Audit | None = None  # of a sample of the tokens, where it was asked for
 
 
 def verify(
@@ -56,24 +60,29 @@ def verify(
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
     on_scores: OnScores = lambda batch, table, support_logprobs: None,
     other_prompts: OtherPrompts | None = None,
+    semantics: Callable[[Rollout], Semantics] = recorded_semantics,
 ) -> Verified:
     """Score every sampled token and say what is wrong; bad content never raises, it is a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
     `on_scores` what the policy says about it. `other_prompts` is tried where nothing else explains
-    a mismatch.
+    a mismatch. `semantics` says for the audit how the engine filtered each rollout.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
     scored, evidence = [], []
-    for batch in pack([r for r in rollouts if _fits(faults, r)], config.max_tokens):
+    runnable = [r for r in rollouts if _fits(faults, r)]
+    auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
+    for batch in pack(runnable, config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
         scores = _scores(batch, policy, config)
         scored.append(replace(table, **scores.columns))
         evidence.append(scores.evidence)
-        on_scores(batch, scored[-1], scores.support_logprobs)
+        if config.audit_tokens:
+            auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
+        on_scores(batch, scored[-1], scores.support_logprobs.cpu().numpy())
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
@@ -87,7 +96,8 @@ def verify(
         lambda changed: rescore(changed, policy, config),
         other_prompts,
     )
-    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses))
+    audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
+    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses), audit)
 
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
@@ -103,8 +113,9 @@ def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
 
 class _Scores(NamedTuple):
     columns: dict[str, Any]  # of `TokenTable`
-    support_logprobs: Floats  # [E] of every support id
+    support_logprobs: Tensor  # [E] of every support id
     evidence: Evidence
+    hidden: Tensor  # [T, D] of the scored tokens
 
 
 @torch.inference_mode()
@@ -153,7 +164,12 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores
         "replay_entropy": masked.entropy.cpu().numpy(),
         "support_kl": support_kl(batch, support_logprobs).numpy(),
     }
-    return _Scores(columns, support_logprobs.numpy(), evidence)
+    return _Scores(columns, masked.support_logprobs, evidence, hidden)
+
+
+def _head(policy: Policy, config: ReplayConfig) -> Head:
+    head_dtype = getattr(torch, config.head_dtype)
+    return Head(policy.weight, policy.bias, policy.logit_scale, policy.softcap, head_dtype)
 
 
 def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:

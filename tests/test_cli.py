@@ -175,6 +175,14 @@ def test_replay_prints_the_verdict_last(collected: Path, tiny_model_path: Path) 
     assert "report: " in result.stderr
 
 
+def test_replay_audits_as_many_tokens_as_asked_for(collected: Path, tiny_model_path: Path) -> None:
+    arguments = ("replay", collected, "--model", tiny_model_path, "--dtype", "float32")
+    result = run(*arguments, "--audit", "5")
+    assert "0 inconsistent of 5 tokens" in result.stdout
+    without = json.loads(run(*arguments, "--audit", "0", "--json").stdout)
+    assert (without["audit"], without["verdict"]) == (None, "consistent")
+
+
 def test_replay_names_the_gates_that_failed(
     collected: Path, tiny_model_path: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from supports import (
 
 import replay
 from replay import score_full, score_support
+from replay.facts import Head, Supports, gather_facts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -344,3 +345,25 @@ def test_training_holds_one_row_per_token_with_work() -> None:
     held = torch.cuda.memory_allocated() - before
     assert held <= 2 * (num_tokens // 2) * dim + 32 * (len(p["support_ids"]) + num_tokens)
     assert scores.logprob.grad_fn is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, SHAPED], ids=["plain", "shaped"])
+def test_facts_of_an_audit(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members taken out of tiles: the kernel sees what plain torch sees, and in float64 too."""
+    monkeypatch.setattr("replay.facts.TILE_ELEMENTS", 8 if INTERPRETED else 100_000)
+    monkeypatch.setattr("replay.facts.TOKEN_CHUNK", 2 if INTERPRETED else 100)
+    p = problem(*SHAPES[0], device=DEVICE)
+    supports = Supports(p["support_ids"], p["support_offsets"], p["temperature"])
+    found = []
+    for fits in (True, False):
+        monkeypatch.setattr("replay.facts.triton_fits", lambda *_, fits=fits: fits)
+        head = Head(p["weight"].to(dtype), p["bias"].to(dtype), **options)
+        found.append(gather_facts(p["hidden"].to(dtype), head, supports))
+    assert torch.equal(found[0].argmax_outside, found[1].argmax_outside)
+    for name in ("members", "top_outside", "logsumexp_outside"):
+        torch.testing.assert_close(
+            getattr(found[0], name), getattr(found[1], name), atol=1e-5, rtol=0
+        )

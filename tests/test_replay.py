@@ -54,6 +54,7 @@ def honest(policy: Policy, name: str, temperature: float = 0.7, length: int = 12
         full_logprobs=np.array(full, np.float32),
         support_logprobs=np.array(per_id, np.float32),
         temperature=temperature,
+        top_p=1.0,
         top_k=8,
         max_new_tokens=length,
         weight_versions=(),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from replay.kernels import statistics
 from replay.kernels.launch import OPTIONS, ROUND, cdiv, power_of_2
-from replay.statistics import RowGrads, Running, Tile
+from replay.statistics import Outside, RowGrads, Running, Tile
 
 BLOCK_V = 4096
 LANES = 1024  # columns that one program has open at a time
@@ -21,6 +21,17 @@ def update(running: Running, tile: Tile) -> None:
         tile.z, tile.bias, tile.targets, tile.shape.temperature, *running,
         num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
         BLOCK_V=min(LANES, power_of_2(num_columns)), num_warps=4, **OPTIONS,
+    )  # fmt: skip
+
+
+def outside(running: Outside, tile: Tile) -> None:
+    num_tokens, num_columns = tile.z.shape
+    if not num_tokens:
+        return
+    statistics.outside_kernel[(num_tokens,)](
+        tile.z, tile.bias, tile.shape.temperature, *running,
+        num_columns, tile.start, tile.z.stride(0), *_shape(tile), **_flags(tile),
+        BLOCK_V=min(BLOCK_V, power_of_2(num_columns)), num_warps=8, **OPTIONS,
     )  # fmt: skip
 
 

@@ -68,6 +68,39 @@ def update_kernel(
 
 
 @triton.jit
+def outside_kernel(
+    logits, bias, temperature, tops, masses, argmaxes,
+    num_columns, first_id, stride_row, scale, softcap,
+    HAS_BIAS: tl.constexpr, PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * stride_row
+    divisor = _divisor(temperature, token, PER_TOKEN)
+    top = tl.load(tops + token)
+    mass = tl.load(masses + token)
+    argmax = tl.load(argmaxes + token)
+    for v in range(0, num_columns, BLOCK_V):
+        offs_v = v + tl.arange(0, BLOCK_V)
+        in_v = offs_v < num_columns
+        z = tl.load(row + offs_v, mask=in_v, other=float("-inf")).to(tl.float32)
+        is_outside = z != float("-inf")
+        z = tl.where(is_outside, z, 0.0)  # which softcap would bring back from -inf
+        if HAS_BIAS:
+            z += tl.load(bias + offs_v, mask=in_v, other=0.0).to(tl.float32)
+        z, _ = _shape(z, scale, softcap, ROUND, CAPPED)
+        z = tl.where(is_outside, z / divisor, float("-inf"))
+        largest, index = tl.max(z, 0, return_indices=True)
+        argmax = tl.where(largest > top, first_id + v + index, argmax)
+        new_top = tl.maximum(top, largest)
+        mass = tl.exp(top - new_top) * mass + tl.sum(tl.exp(z - new_top), 0)
+        top = new_top
+    tl.store(tops + token, top)
+    tl.store(masses + token, mass)
+    tl.store(argmaxes + token, argmax)
+
+
+@triton.jit
 def gradient_kernel(
     logits, bias, targets, temperature, entropy, logsumexp,
     grad_logprob, grad_entropy, grad_logsumexp, out,
