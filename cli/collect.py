@@ -71,8 +71,9 @@ def collect(
 
         def show(progress: Progress) -> None:
             note = f"({progress.lost} lost)" if progress.lost else ""
-            done = progress.done + progress.lost
-            report.update(done, progress.total, progress.output_tokens, note)
+            if progress.overflowed:
+                note += f" ({progress.overflowed} over the server's cap)"
+            report.update(progress.finished, progress.total, progress.output_tokens, note)
 
         stats = run_until_interrupted(
             lambda stop: collect_run(settings, out, show, stop, report.note)

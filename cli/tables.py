@@ -164,6 +164,8 @@ def print_report(report: Report) -> None:
         f"{sizes['singletons']} singletons, {sizes['above_top_k']} above top_k",
         "precision": ", ".join(f"{k} {v}" for k, v in report.precision.items()),
     }
+    if report.engine is not None:
+        rows |= _engine_rows(report.engine)
     if report.audit is not None:
         rows |= _audit_rows(report.audit)
     _print(None, rows)

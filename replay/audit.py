@@ -33,6 +33,7 @@ from replay.margins import CONDITIONS, EITHER, JOINT, SEQUENTIAL, Filters, margi
 from replay.reference import segments
 from rollout.record import Rollout
 from rollout.rules import Fault
+from rollout.self_check import EngineCheck
 
 SEED = 0
 KEPT = 1024  # worst rows whose hidden states are kept for a second look
@@ -57,6 +58,10 @@ ORDERS = {"joint": JOINT, "sequential": SEQUENTIAL}
 EXCLUDING = ("regex", "json_schema", "ebnf", "structural_tag", "min_new_tokens", "logit_bias")
 
 
+FILTER_ORDERS = ("joint", "sequential")
+TIE_POLICIES = ("keep", "cut")
+
+
 class Semantics(NamedTuple):
     """How an engine filters; None where nobody knows, and then whatever explains more holds."""
 
@@ -66,8 +71,21 @@ class Semantics(NamedTuple):
 
 def recorded_semantics(rollout: Rollout) -> Semantics:
     """What `engine_meta` says."""
-    meta = json.loads(rollout.engine_meta)
+    meta = json.loads(rollout.engine_meta or "{}")
     return Semantics(meta.get("filter_order"), meta.get("tie_policy"))
+
+
+def measured_semantics(engine: EngineCheck, rollout: Rollout) -> Semantics:
+    """What the engine's own numbers say, where they do, before what `engine_meta` says.
+
+    They say nothing of min_p, with which some engines change the order.
+    """
+    declared = recorded_semantics(rollout)
+    if rollout.min_p > 0:
+        return declared
+    order = engine.filter_order if engine.filter_order in FILTER_ORDERS else declared.filter_order
+    ties = engine.tie_policy if engine.tie_policy in TIE_POLICIES else declared.tie_policy
+    return Semantics(order, ties)
 
 
 def exclusion(rollout: Rollout) -> str | None:
@@ -76,7 +94,7 @@ def exclusion(rollout: Rollout) -> str | None:
     What is hidden stays out of the support however likely the trainer finds it, and takes its mass
     along: whether S is a prefix, and which mass it holds, cannot be told.
     """
-    sent = json.loads(rollout.sampling_params)
+    sent = json.loads(rollout.sampling_params or "{}")
     for name in EXCLUDING:
         if sent.get(name):
             return name

@@ -68,11 +68,11 @@ def _comparable(e: Evidence, faults: Sequence[Diagnosis]) -> Evidence:
     """Tokens whose numbers can be compared: what the record's own faults explain is left out."""
     out = frozenset().union(*(fault.left_out for fault in faults))
     comparable = np.array([r.rollout_id not in out for r in e.rollouts], bool)[e.rollout]
-    step = max(1, -(-len(e.support.ids) // MAX_ENTRIES))
-    # scattered, so that every endpoint and sample index is among them
-    thinned = (e.rollout * 2_654_435_761 >> 7) % step == 0
-    usable = e.informative & ~e.support.duplicated() & thinned
-    return e.take(usable & comparable)
+    usable = e.informative & ~e.support.duplicated() & comparable
+    step = max(1, -(-int(e.support.counts[usable].sum()) // MAX_ENTRIES))
+    # of a large run tokens here and there, so that every rollout is among them
+    thinned = (np.arange(len(usable)) * 2_654_435_761 >> 7) % step == 0
+    return e.take(usable & thinned)
 
 
 def _numeric(

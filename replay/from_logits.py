@@ -16,8 +16,7 @@ from replay.reference import (
     softmax_over_support,
 )
 from replay.score import check_temperature
-from replay.support_plan import SupportPlan
-from replay.support_plan import plan as make_plan
+from replay.support_plan import SupportPlan, plan_for
 
 
 def score_support_from_logits(
@@ -40,11 +39,7 @@ def score_support_from_logits(
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"{list(targets.shape)} targets for logits {list(logits.shape)}")
     check_temperature(temperature, len(targets))
-    if len(support_offsets) != len(targets) + 1:
-        raise ValueError(
-            f"{len(support_offsets)} support_offsets for {len(targets)} targets; must be one more"
-        )
-    made = plan or make_plan(support_ids, support_offsets, logits.shape[1], check=check)
+    made = plan_for(plan, len(targets), support_ids, support_offsets, logits.shape[1], check=check)
     with no_autocast(logits):
         z = _Entries.apply(logits, made.tokens, made.ids.long())
         z = shape_logits(z, logit_scale, softcap, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def write_report(
     run_path: Path, report: Report, tokens: TokenTable, about: dict[str, Any], page: str
 ) -> Path:
     """Write reports/<id>/ with tokens.arrow, report.html and, last, summary.json; returns it."""
-    folder = run_path / REPORTS_DIR / f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
+    folder = run_path / REPORTS_DIR / f"{datetime.now(UTC):%Y%m%dT%H%M%S-%f}-{uuid.uuid4().hex[:6]}"
     folder.mkdir(parents=True)
     table = tokens.to_arrow()
     path = str(folder / "tokens.arrow")

@@ -42,6 +42,7 @@ class Report:
     precision: dict[str, str]
     diagnoses: tuple[Diagnosis, ...] = ()
     audit: dict[str, Any] | None = None  # of the supports, where it was asked for
+    engine: dict[str, Any] | None = None  # what the recorded numbers say about the engine
 
     @property
     def faults(self) -> tuple[Diagnosis, ...]:
@@ -66,6 +67,7 @@ class Report:
             "failed_gates": [gate.name for gate in self.failed_gates],
             "gates": {gate.name: {"value": gate.value, "limit": gate.limit} for gate in self.gates},
             **self.numbers,
+            "engine_check": self.engine,
             "audit": self.audit,
             "precision": self.precision,
         }
@@ -83,7 +85,8 @@ def make_report(verified: Verified, gates: GatesConfig, precision: dict[str, str
     }
     judged = tuple(Gate(name, values[name], limit) for name, limit in gates.model_dump().items())
     told = None if audit is None else audit.as_dict()
-    return Report(numbers, judged, verified.findings, precision, verified.diagnoses, told)
+    engine = None if verified.engine is None else verified.engine.as_dict()
+    return Report(numbers, judged, verified.findings, precision, verified.diagnoses, told, engine)
 
 
 def measure(verified: Verified) -> dict[str, Any]:

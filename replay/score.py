@@ -11,7 +11,7 @@ from torch import Tensor
 from replay import dense, reference, sparse, sparse_cpu
 from replay.problem import Backend, Problem
 from replay.reference import SupportScores, no_autocast
-from replay.support_plan import SupportPlan, plan
+from replay.support_plan import SupportPlan, plan_for
 from replay.vocab_parallel import VocabShard, plain_head
 
 Impl = Literal["auto", "reference", "cpu", "triton", "dense"]
@@ -65,8 +65,8 @@ def score_support(
     `entropy_grad` tells that the loss uses the entropy, so that nothing is kept for the gradient of
     the logprob alone ([T', D], of the tokens whose support is larger than one). The head's gradient
     is a dense [V, D] in its dtype, or is added to `main_grad` ([V, D], fp32) in backward, or with
-    `sparse_grad` is a sparse tensor of the rows that occur. Two runs agree bitwise, and a
-    row alone scores as it does in a batch.
+    `sparse_grad` is a sparse tensor of the rows that occur. Two runs agree bitwise; with "cpu"
+    and "triton" a row alone scores as it does in a batch.
 
     With `shard` the head is spread over ranks that score the same tokens: weight and bias are this
     rank's rows, hidden gets the whole gradient on every rank. A DTensor without `shard` (FSDP2) is
@@ -84,7 +84,9 @@ def score_support(
     bias = None if bias is None else plain_head(bias, shard)
     check_rows(hidden, weight, targets)
     _check_rest(temperature, bias, main_grad, hidden, weight)
-    made = _plan_for(plan, hidden, weight, support_ids, support_offsets, check, shard)
+    made = plan_for(
+        plan, len(hidden), support_ids, support_offsets, _vocab_size(weight, shard), check=check
+    )
     chosen = _choose(impl, made, hidden, weight, head_dtype)
     if shard is not None and (return_support_logprobs or chosen == "reference"):
         raise ValueError(
@@ -137,31 +139,9 @@ def _requested(scores: SupportScores, logsumexp: bool, support_logprobs: bool) -
     )
 
 
-def _plan_for(
-    given: SupportPlan | None,
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    check: bool,
-    shard: VocabShard | None,
-) -> SupportPlan:
-    num_tokens, vocab_size = len(hidden), len(weight) if shard is None else None
-    if given is None:
-        if len(offsets) != num_tokens + 1:
-            raise ValueError(
-                f"{len(offsets)} support_offsets for {num_tokens} targets; must be one more"
-            )
-        return plan(ids, offsets, vocab_size, check=check)
-    for name, planned, got in [
-        ("tokens", given.num_tokens, num_tokens),
-        ("support_ids", given.num_entries, len(ids)),
-    ]:
-        if planned != got:
-            raise ValueError(f"the plan is for {planned} {name}, but there are {got}")
-    if vocab_size is not None and given.max_id >= vocab_size:
-        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {vocab_size})")
-    return given
+def _vocab_size(weight: Tensor, shard: VocabShard | None) -> int | None:
+    """None where this rank has not all rows of the head: ids above its own are others'."""
+    return len(weight) if shard is None else None
 
 
 def _choose(

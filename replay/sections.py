@@ -84,9 +84,22 @@ def facts_of(summary: Mapping[str, Any]) -> Facts:
         ),
         ("precision", ", ".join(f"{key} {value}" for key, value in summary["precision"].items())),
     ]
+    if engine := summary.get("engine_check"):
+        facts.append(("engine, as its numbers say", engine_words(engine)))
     if summary["sampled_outside_support"]:
         facts.append(("sampled outside support", f"{summary['sampled_outside_support']:,} tokens"))
     return facts
+
+
+def engine_words(engine: Mapping[str, Any]) -> str:
+    """What the recorded numbers alone say of how it filters, and of its head."""
+    facts = {
+        "filter order": engine["filter_order"],
+        "ties": engine["tie_policy"],
+        "head": engine["head"],
+        "full logprobs": engine["full_logprobs"].replace("_", " "),
+    }
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def run_facts(run: Mapping[str, Any]) -> Facts:

@@ -189,6 +189,33 @@ def _range(ids: Tensor) -> tuple[int, int]:
     return lowest, highest
 
 
+def plan_for(
+    given: SupportPlan | None,
+    num_tokens: int,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    vocab_size: int | None,
+    *,
+    check: bool,
+) -> SupportPlan:
+    """`given`, if it is for these supports, or a plan of them; `ValueError` with both numbers."""
+    if given is None:
+        if len(support_offsets) != num_tokens + 1:
+            raise ValueError(
+                f"{len(support_offsets)} support_offsets for {num_tokens} targets; must be one more"
+            )
+        return plan(support_ids, support_offsets, vocab_size, check=check)
+    for name, planned, got in [
+        ("tokens", given.num_tokens, num_tokens),
+        ("support_ids", given.num_entries, len(support_ids)),
+    ]:
+        if planned != got:
+            raise ValueError(f"the plan is for {planned} {name}, but there are {got}")
+    if vocab_size is not None and given.max_id >= vocab_size:
+        raise ValueError(f"support_ids: id {given.max_id}, must be in [0, {vocab_size})")
+    return given
+
+
 def _check_offsets(offsets: Tensor, num_entries: int) -> None:
     falls = (offsets.diff() < 0).any()
     first, last, falling = torch.stack([offsets[0], offsets[-1], falls.long()]).tolist()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replay.audit import Auditor, Semantics, recorded_semantics
+from replay.audit import Auditor, Semantics, measured_semantics
 from replay.audit_result import Audit
 from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
@@ -21,11 +22,12 @@ from replay.full import score_full
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_support
+from replay.support_plan import plan
 from replay.tokens import OK, Floats, TokenTable, recorded
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
-from rollout.self_check import check_engine
+from rollout.self_check import EngineCheck, check_engine
 
 OnScores = Callable[[PackedBatch, TokenTable, Floats], None]
 """Hears a batch, its rows, and [E] the policy's logprobs of every support id in it."""
@@ -51,6 +53,7 @@ class Verified:
     evidence: Evidence | None = None  # whole supports; None where nothing was scored
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
     audit: Audit | None = None  # of a sample of the tokens, where it was asked for
+    engine: EngineCheck | None = None  # what the recorded numbers say about the engine
 
 
 def verify(
@@ -60,20 +63,23 @@ def verify(
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
     on_scores: OnScores = lambda batch, table, support_logprobs: None,
     other_prompts: OtherPrompts | None = None,
-    semantics: Callable[[Rollout], Semantics] = recorded_semantics,
+    semantics: Callable[[Rollout], Semantics] | None = None,
 ) -> Verified:
     """Score every sampled token and say what is wrong; bad content never raises, it is a finding.
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
     `on_scores` what the policy says about it. `other_prompts` is tried where nothing else explains
-    a mismatch. `semantics` says for the audit how the engine filtered each rollout.
+    a mismatch. `semantics` says for the audit how the engine filtered each rollout; unless given,
+    the engine's own numbers do, and `engine_meta` where they do not tell.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
     scored, evidence = [], []
     runnable = [r for r in rollouts if _fits(faults, r)]
+    engine = check_engine(rollouts)
+    semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
     for batch in pack(runnable, config.max_tokens):
         table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
@@ -92,12 +98,12 @@ def verify(
     diagnoses = diagnose(
         whole,
         rollouts,
-        check_engine(rollouts),
+        engine,
         lambda changed: rescore(changed, policy, config),
         other_prompts,
     )
     audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
-    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses), audit)
+    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses), audit, engine)
 
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
@@ -132,6 +138,7 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores
         "head_dtype": getattr(torch, config.head_dtype),
     }
     other = torch.bfloat16 if head["head_dtype"] == torch.float32 else torch.float32
+    made = plan(b.support_ids, b.support_offsets, check=False)  # duplicates are findings
     masked, rounded = (
         score_support(
             hidden,
@@ -139,9 +146,9 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores
             b.targets,
             b.support_ids,
             b.support_offsets,
-            return_logsumexp=True,
+            plan=made,
+            return_logsumexp=dtype == head["head_dtype"],
             return_support_logprobs=True,
-            check=False,  # duplicates are findings
             **head | {"head_dtype": dtype},
         )
         for dtype in (head["head_dtype"], other)

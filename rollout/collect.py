@@ -18,6 +18,8 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rollout.engines.base import Completion, Engine
 from rollout.errors import (
     EngineError,
@@ -270,17 +272,19 @@ def _with_lower_top_k(params: SamplingParams) -> SamplingParams:
 def _record(
     request: Request, params: SamplingParams, completion: Completion, attempt: int, asked: float
 ) -> Rollout:
+    prompt = request.prompt
+    theirs = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
     return completion.to_rollout(
-        prompt_id=request.prompt.prompt_id,
+        prompt_id=prompt.prompt_id,
         sample_index=request.sample_index,
-        prompt_ids=request.prompt.ids if completion.prompt_ids is None else completion.prompt_ids,
-        prompt_text=request.prompt.text,
+        prompt_ids=theirs,
+        prompt_text=prompt.text if np.array_equal(prompt.ids, theirs) else None,
         params=params,
         abort=attempt - 1,
         sampling_params=canonical_json(params.to_request()),
         latency_ms=1000 * (time.monotonic() - asked),
         attempts=attempt,
-        extra=canonical_json(request.prompt.extra),
+        extra=canonical_json(prompt.extra),
     )
 
 

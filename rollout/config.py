@@ -15,6 +15,16 @@ from rollout.sampling import SamplingParams
 PathOrId = Annotated[str, AfterValidator(os.path.expanduser)]
 """A hub id, or a path in which a leading ~ is the home folder."""
 
+TEMPLATE_KWARGS_TAKEN = {
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "chat_template",
+}
+
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -38,6 +48,12 @@ class PromptsConfig(Block):
     """Columns that travel with each rollout, in `extra`: an answer for the reward, say."""
     limit: Positive | None = None
     rollouts_per_prompt: Positive = 1
+
+    @model_validator(mode="after")
+    def _template_kwargs_are_the_templates(self) -> PromptsConfig:
+        if taken := sorted(self.template_kwargs.keys() & TEMPLATE_KWARGS_TAKEN):
+            raise ValueError(f"template_kwargs: {', '.join(taken)} cannot be set here")
+        return self
 
 
 class EmbeddedConfig(Block):

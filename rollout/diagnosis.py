@@ -13,6 +13,7 @@ SUPERSEDES = {
         "other_weights",
         "sampled_outside_support",
         "singleton_logprob",
+        "nonfinite_logprob",
         "logprobs_disagree",
         "support_truncated",
     },
@@ -26,7 +27,7 @@ SUPERSEDES = {
         "logprobs_disagree",
     },
     "duplicate_ids": {"support_truncated", "logprobs_disagree"},
-    "sampled_outside_support": {"logprobs_disagree"},
+    "sampled_outside_support": {"logprobs_disagree", "nonfinite_logprob"},
     "support_truncated": {"logprobs_disagree"},
 }
 """Codes that follow from another one: an id twice makes probabilities sum to more than 1."""

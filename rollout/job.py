@@ -22,7 +22,7 @@ from rollout.schema import STATS_FILE
 from rollout.stats import run_stats
 from rollout.writer import RunWriter
 
-MAY_CHANGE = {"concurrency", "retry", "error_budget", "shards", "keep_aborted"}
+MAY_CHANGE = {"concurrency", "retry", "on_overflow", "error_budget", "shards", "keep_aborted"}
 ENGINE_MAY_CHANGE = {
     "url",
     "shared",
@@ -107,7 +107,7 @@ async def collect_run(
             raise
         elapsed_s = time.monotonic() - start
     stats = await asyncio.to_thread(run_stats, out) | {
-        "complete": progress.done + progress.lost == progress.total,
+        "complete": progress.finished == progress.total,
         "top_k": config.sampling.sampler.top_k,
         "duplicate_bos": prompts.doubled_bos,
         "last_command": {
@@ -115,6 +115,7 @@ async def collect_run(
             "output_tokens_per_s": progress.output_tokens / elapsed_s,
             "retried": dict(progress.retried),
             "prompts_differ": progress.prompts_differ,
+            "overflowed": progress.overflowed,
         },
     }
     write_json(out / STATS_FILE, stats)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollout.collect import Outcome, Request
 from rollout.config import CollectConfig, SGLangConfig
-from rollout.errors import DataError, EngineDown
+from rollout.errors import DataError, EngineDown, SupportOverflow
 from rollout.prompts import Prompt
 from rollout.record import Rollout, make_rollout_id
 from rollout.writer import RunWriter
@@ -29,13 +29,19 @@ class Progress:
     done: int = 0
     failed: int = 0
     rejected: int = 0
+    overflowed: int = 0  # skipped because of ties above the cap; not a failure of anything
     output_tokens: int = 0  # of this command
     retried: Counter[str] = field(default_factory=Counter)  # failures tried again, of this command
     prompts_differ: int = 0  # rollouts whose prompt the engine rendered otherwise, of this command
 
     @property
     def lost(self) -> int:
+        """What counts against the error budget."""
         return self.failed + self.rejected
+
+    @property
+    def finished(self) -> int:
+        return self.done + self.lost + self.overflowed
 
 
 class Keeper:
@@ -105,7 +111,10 @@ class Keeper:
             progress.rejected += 1
             self._writer.reject(error, outcome.body, **about)
         else:
-            progress.failed += 1
+            if isinstance(error, SupportOverflow):
+                progress.overflowed += 1
+            else:
+                progress.failed += 1
             self._writer.fail(error, **about)
 
     def _compare_prompt(self, prompt: Prompt, rollout: Rollout) -> None:

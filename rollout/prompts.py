@@ -68,7 +68,8 @@ def load_prompts(config: PromptsConfig, model: str) -> PromptSet:
     _check_columns(config, rows.column_names)
     if config.format == "chat" and not tokenizer.chat_template:
         raise ConfigError(
-            f"prompts.format: {model!r} has no chat template; set prompts.format=text"
+            f"prompts.format: {model!r} has no chat template; set prompts.format=text (and "
+            "engine.route=generate)"
         )
     chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
     prompts = tuple(
@@ -98,8 +99,7 @@ def _make_prompt(
     else:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         tools = None if config.tools is None else _tools(row[config.tools], prompt_id)
-        # Arrow fills what a message or tool lacks with nulls, and templates would print those
-        chat = Chat(_without_nulls(messages), _without_nulls(tools), config.template_kwargs)
+        chat = Chat(_without_nulls(messages), tools, config.template_kwargs)
         prompt = tokenise_chat(chat, tokenizer, prompt_id)
     return replace(prompt, extra={name: row[name] for name in config.keep})
 
@@ -114,13 +114,13 @@ def tokenise_chat(chat: Chat, tokenizer: Any, prompt_id: str) -> Prompt:
 
     try:
         text = tokenizer.apply_chat_template(
-            chat.messages,
+            [_with_parsed_calls(message) for message in chat.messages],
             tools=chat.tools,
             tokenize=False,
             add_generation_prompt=True,
             **chat.template_kwargs,
         )
-    except TemplateError as error:
+    except (TemplateError, ValueError) as error:
         raise ConfigError(f"prompts: row {prompt_id}: the chat template: {error}") from error
     return replace(_encode(text, tokenizer, prompt_id, special=False), chat=chat)
 
@@ -136,6 +136,27 @@ def tokenise_text(text: Any, tokenizer: Any, prompt_id: str) -> Prompt:
     return _encode(text, tokenizer, prompt_id, special=special)
 
 
+def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI writes the arguments of a tool call as JSON in a string; templates want the object,
+    and servers parse it before they render, too."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return call  # free text stays text
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
 def _encode(text: str, tokenizer: Any, prompt_id: str, *, special: bool) -> Prompt:
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
@@ -146,7 +167,7 @@ def _encode(text: str, tokenizer: Any, prompt_id: str, *, special: bool) -> Prom
 def _tools(cell: Any, prompt_id: str) -> Any:
     """A list of tools, or the JSON of one: Arrow has one type per column, and tools differ."""
     if not isinstance(cell, str):
-        return cell
+        return _without_nulls(cell)
     try:
         return json.loads(cell)
     except ValueError as error:
@@ -154,6 +175,7 @@ def _tools(cell: Any, prompt_id: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Arrow fills what a message or tool lacks with nulls, and templates would print those."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

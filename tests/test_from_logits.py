@@ -6,7 +6,7 @@ import pytest
 import torch
 from supports import in_float64, problem, ragged
 
-from replay import score_support, score_support_from_logits
+from replay import plan, score_support, score_support_from_logits
 
 
 @pytest.mark.parametrize("shaped", [{}, {"softcap": 4.0, "logit_scale": 0.5}], ids=["", "shaped"])
@@ -35,3 +35,15 @@ def test_rows_and_offsets_that_do_not_fit_are_refused() -> None:
         score_support_from_logits(logits, torch.tensor([1]), ids, torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="2 support_offsets for 2 targets"):
         score_support_from_logits(logits, torch.tensor([1, 1]), ids, torch.tensor([0, 2]))
+
+
+def test_a_plan_of_other_supports_is_refused() -> None:
+    made = plan(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3]), 5)
+    with pytest.raises(ValueError, match="the plan is for 3 support_ids, but there are 4"):
+        score_support_from_logits(
+            torch.zeros(2, 5),
+            torch.tensor([0, 2]),
+            torch.tensor([0, 1, 2, 3]),
+            torch.tensor([0, 2, 4]),
+            plan=made,
+        )

@@ -58,7 +58,9 @@ def test_a_prompt_that_the_engine_rendered_otherwise_is_told_once_and_its_ids_ar
     assert progress.prompts_differ == 3
     (note,) = notes
     assert note.startswith(f"prompt 4: {words}; the engine's ids are recorded")
-    assert [r.prompt_ids.tolist() for r in open_run(tmp_path)] == [theirs] * 3
+    stored = list(open_run(tmp_path))
+    assert [r.prompt_ids.tolist() for r in stored] == [theirs] * 3
+    assert [r.prompt_text for r in stored] == [None] * 3, "our text is of other tokens"
 
 
 def test_a_server_that_ignores_support_mode_is_told_of_once(tmp_path: Path) -> None:

@@ -153,26 +153,22 @@ def test_tools_and_template_arguments_reach_the_template(
 
     spy = Spy(load_tokenizer(str(tiny_model_path)))
     monkeypatch.setattr("rollout.prompts.load_tokenizer", lambda model: spy)
-    tools = [{"type": "function", "function": {"name": "weather", "strict": None}}]
+    tools = [{"type": "function", "function": {"name": "weather", "default": None}}]
     messages = [{"role": "user", "content": "why", "name": None}]
     rows = [{"prompt": messages, "tools": json.dumps(tools)}]
     given = {"tools": "tools", "template_kwargs": {"enable_thinking": False}}
     (prompt,) = load(tmp_path, rows, tiny_model_path, **given).prompts
-    without_nulls = [{"type": "function", "function": {"name": "weather"}}]
     assert seen == [
         {
             "messages": [{"role": "user", "content": "why"}],
-            "tools": without_nulls,
+            "tools": tools,
             "tokenize": False,
             "add_generation_prompt": True,
             "enable_thinking": False,
         }
     ]
     assert prompt.chat is not None
-    assert (prompt.chat.tools, prompt.chat.template_kwargs) == (
-        without_nulls,
-        {"enable_thinking": False},
-    )
+    assert (prompt.chat.tools, prompt.chat.template_kwargs) == (tools, {"enable_thinking": False})
 
 
 @pytest.mark.parametrize(
@@ -195,3 +191,20 @@ def test_what_the_template_refuses_is_told_with_its_row(
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
     with pytest.raises(ConfigError, match="row 3: the chat template: no system role"):
         tokenise_chat(user("why"), tokenizer, "3")
+
+
+def test_arguments_of_a_tool_call_are_an_object_for_the_template(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Rome"}'}}
+    chat = Chat([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert tokenise_chat(chat, tokenizer, "0").text == '{"city": "Rome"}'
+    assert chat.messages[0]["tool_calls"] == [call], "the server gets what the dataset has"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "continue_final_message"])
+def test_arguments_that_are_ours_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"template_kwargs: {name} cannot be set"):
+        PromptsConfig(dataset="x", template_kwargs={name: True})

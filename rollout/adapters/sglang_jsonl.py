@@ -20,7 +20,14 @@ from rollout.blocks import explain
 from rollout.diagnosis import Diagnosis
 from rollout.engines.sglang.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
-from rollout.errors import ConfigError, EmptyPrompt, NotReplayable, ReplyMalformed, RolloutError
+from rollout.errors import (
+    ConfigError,
+    EmptyPrompt,
+    NotReplayable,
+    ReplyMalformed,
+    RolloutError,
+    SampledOutsideSupport,
+)
 from rollout.record import Rollout
 from rollout.record_faults import explain_record
 from rollout.sampling import SamplingParams, canonical_json
@@ -84,6 +91,8 @@ def import_sglang_jsonl(
                 writer.write(rollout)
             except RolloutError as error:
                 rejected[error.code] += 1
+                if rollout is None and isinstance(error, SampledOutsideSupport):
+                    rollout = _unchecked(line, f"line-{number:06d}")
                 if rollout is not None and len(refused) < MAX_EXPLAINED:
                     refused.append(rollout)
                 writer.reject(error, line, line=number)
@@ -93,8 +102,11 @@ def import_sglang_jsonl(
     return Imported(rollouts, tokens, dict(rejected), tuple(explain_record(refused)))
 
 
-def parse_line(line: bytes, default_id: str) -> Rollout:
-    """One line as a `Rollout`; raises the `RolloutError` that says why it cannot be one."""
+def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Rollout:
+    """One line as a `Rollout`; raises the `RolloutError` that says why it cannot be one.
+
+    `unchecked` lets a sampled id outside its support through, so that a file can be explained.
+    """
     try:
         parsed = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -104,7 +116,7 @@ def parse_line(line: bytes, default_id: str) -> Rollout:
             "the reply has no prompt_token_ids; record with return_prompt_token_ids: true"
         )
     params = recorded_params(parsed.sampling_params)
-    completed = completion(parsed.response, None)
+    completed = completion(parsed.response, None, unchecked=unchecked)
     return replace(completed, engine_meta={"engine": "sglang", "source": "import"}).to_rollout(
         prompt_id=parsed.rid or default_id,
         sample_index=0,
@@ -113,6 +125,14 @@ def parse_line(line: bytes, default_id: str) -> Rollout:
         params=params,
         sampling_params=canonical_json(parsed.sampling_params),
     )
+
+
+def _unchecked(line: bytes, default_id: str) -> Rollout | None:
+    """What can be read of a line that breaks a rule; None where that is not enough."""
+    try:
+        return parse_line(line, default_id, unchecked=True)
+    except RolloutError:
+        return None
 
 
 def recorded_params(sent: dict[str, Any]) -> SamplingParams:

@@ -91,6 +91,7 @@ class EngineInfo:
     model: str
     max_top_k: int | None  # largest top_k that still gets a support; None = no limit known
     details: dict[str, Any] = field(default_factory=dict)  # whatever else run.json should keep
+    weight_version: str | None = None  # on entering; weights may move afterwards
 
 
 class Engine(Protocol):

@@ -202,7 +202,7 @@ class EnginePool:
 
     def _check_same_model(self) -> None:
         infos = [endpoint.engine.info for endpoint in self._endpoints]
-        models = {(info.model, info.details.get("weight_version")) for info in infos}
+        models = {(info.model, info.weight_version) for info in infos}
         if len(models) > 1:
             raise ConfigError(
                 f"engine.url: the endpoints serve different models or weights: {sorted(models)}"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from rollout.engines.sglang.calls import ControlCalls
 from rollout.engines.sglang.rules import ServerRules
 from rollout.engines.sglang.weights import DEFAULT_GROUP, WeightUpdate, mark_incomplete, noted
-from rollout.errors import ConfigError, EngineRefused, ReplyMalformed
+from rollout.errors import ConfigError, EngineError, EngineRefused, ReplyMalformed
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -175,7 +175,11 @@ class SGLangControl:
                 )
             raise
         if flush_cache and self._paused is not None:
-            await self._flush_paused()
+            try:
+                await self._flush_paused()
+            except EngineError as error:  # new weights over the cache of the old ones
+                await mark_incomplete(self._calls, error, version)
+                raise
         await self._calls.confirm(version, path)
 
     async def init_weights_update_group(

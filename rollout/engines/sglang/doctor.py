@@ -23,7 +23,7 @@ from rollout.engines.sglang.probes import (
     support_logprobs,
 )
 from rollout.engines.sglang.rules import ServerRules
-from rollout.errors import EngineError
+from rollout.errors import ConfigError, EngineError
 from rollout.sampling import SamplingParams
 
 
@@ -83,7 +83,7 @@ async def examine(url: str) -> Examination:
     return Examination(
         url=http.url,
         usable=not wrong,
-        reason=wrong or "masks arrive, and an engine can be entered",
+        reason=wrong or "masks arrive, and rollouts can be collected",
         probes=tuple(probes),
         config=config,
         top_k=_auto_top_k(endpoint.rules) if endpoint.rules else None,
@@ -96,11 +96,12 @@ async def _why_not_usable(url: str, endpoint: Endpoint, sampled: Sampled) -> str
         mask = mask_on_generate(sampled, endpoint.dropped_by)
         return f"mask on /generate {mask.value}: {mask.detail}"
     try:
-        async with SGLangEngine(url, vocab_size=2):
+        async with SGLangEngine(url, vocab_size=2) as engine:
+            engine.check(engine.resolve(SamplingParams(top_k="auto")))
             return ""
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         instead = f"; or {endpoint.ask_behind}" if endpoint.ask_behind else ""
-        return f"masks arrive, but an engine cannot be entered: {error}{instead}"
+        return f"masks arrive, but rollouts cannot be collected: {error}{instead}"
 
 
 def _auto_top_k(rules: ServerRules) -> int:

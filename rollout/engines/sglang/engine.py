@@ -14,10 +14,12 @@ from rollout.engines.sglang.parse_process import ParseProcess
 from rollout.engines.sglang.routes import ROUTES, RouteName
 from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import (
+    DataError,
     EngineError,
     EngineRefused,
     IdOutsideVocabulary,
     NotReplayable,
+    ReplyMalformed,
     RolloutError,
 )
 from rollout.prompts import Chat, Prompt
@@ -73,7 +75,7 @@ class SGLangEngine:
         try:
             await self._read_server()
             self._known_rules().check_route(self._route.name)
-            await self.generate(PROBE, SamplingParams(temperature=0.0, max_new_tokens=1))
+            await self._probe()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -88,14 +90,24 @@ class SGLangEngine:
         await self._parser.close()
         await self._http.close()
 
+    async def _probe(self) -> None:
+        try:
+            await self.generate(PROBE, SamplingParams(temperature=0.0, max_new_tokens=1))
+        except DataError as error:
+            raise ReplyMalformed(f"{error}; this server's replies cannot be recorded") from error
+
     @property
     def info(self) -> EngineInfo:
         assert self._info is not None, "enter the engine first"
         return self._info
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """`params` with a number for `top_k: auto`."""
-        return self._known_rules().resolve(params)
+        """`params` with a number for `top_k: auto`, below the vocabulary."""
+        resolved = self._known_rules().resolve(params)
+        if params.top_k == "auto" and isinstance(resolved.top_k, int):
+            top_k = max(1, min(resolved.top_k, self._vocab_size - 1))
+            return resolved.model_copy(update={"top_k": top_k})
+        return resolved
 
     def check(self, params: SamplingParams) -> None:
         """Raise `NotReplayable` or `EngineRefused` for what this server would refuse or distort."""
@@ -192,8 +204,8 @@ class SGLangEngine:
             version=str(self._server.get("version", "unknown")),
             model=str(model.get("model_path", "unknown")),
             max_top_k=self._rules.cap,
+            weight_version=self._weight_version,
             details={
-                "weight_version": self._weight_version,
                 "sampling_backend": self._server.get("sampling_backend"),
                 "dtype": self._server.get("dtype"),
                 "preferred_sampling_params": self._rules.preferred or None,

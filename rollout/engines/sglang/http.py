@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from rollout.engines.sglang.reply import error_words
-from rollout.errors import EngineRefused, EngineUnreachable, ReplyMalformed
+from rollout.errors import ConfigError, EngineRefused, EngineUnreachable, ReplyMalformed
 
 CONNECT_TIMEOUT_S = 10.0
 DESCRIBE_TIMEOUT_S = 60.0
@@ -40,6 +40,11 @@ class SGLangHttp:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        if "@" in url.removeprefix("http://").removeprefix("https://").split("/")[0]:
+            raise ConfigError(  # without the URL: it would stand in logs and records
+                "the server's URL holds a user name or password; give an API key in the "
+                f"environment variable {API_KEY_VARIABLE} instead"
+            )
         self.url = url.rstrip("/")
         key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Content-Type": "application/json"}

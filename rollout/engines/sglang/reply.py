@@ -172,9 +172,17 @@ def _decode_chat(body: bytes) -> Reply:
 
 
 def completion(
-    reply: Reply, body: bytes | None, prompt_ids: Sequence[int] | None = None
+    reply: Reply,
+    body: bytes | None,
+    prompt_ids: Sequence[int] | None = None,
+    *,
+    unchecked: bool = False,
 ) -> Completion:
-    """The checks of `parse_reply` on a decoded reply."""
+    """The checks of `parse_reply` on a decoded reply.
+
+    `unchecked` lets through a sampled id outside its support, with NaN for its logprob: for those
+    who explain what is wrong with a file.
+    """
     meta, reason = reply.meta_info, reply.meta_info.finish_reason
     mask = bytes(meta.output_token_sampling_mask)
     logprobs = bytes(meta.output_token_sampling_logprobs)
@@ -189,7 +197,7 @@ def completion(
     _check_lengths(meta, len(output_ids), len(support), len(values if counts is None else counts))
     selected, per_id = values, None
     if counts is not None:
-        selected, per_id = _of_sampled(values, counts, support, output_ids), values
+        selected, per_id = _of_sampled(values, counts, support, output_ids, unchecked), values
     return Completion(
         output_ids=output_ids,
         support=support,
@@ -296,6 +304,7 @@ def _of_sampled(
     counts: NDArray[np.int64],
     support: Support,
     output_ids: NDArray[np.int32],
+    unchecked: bool,
 ) -> NDArray[np.float32]:
     """[R] The logprob of each sampled id, out of those of its whole support."""
     if len(wrong := np.flatnonzero(counts != support.counts)):
@@ -307,13 +316,14 @@ def _of_sampled(
     is_sampled = support.ids == output_ids[rows]
     at = rows[is_sampled]
     first = np.diff(at, prepend=-1) > 0  # an id that stands twice is for the rules to find
-    if first.sum() != len(output_ids):
+    if first.sum() != len(output_ids) and not unchecked:
         t = np.setdiff1d(np.arange(len(output_ids)), at)[0]
         raise SampledOutsideSupport(
             f"output token {t}: sampled id {output_ids[t]} is not among the "
             f"{support.counts[t]} ids of its support"
         )
-    selected: NDArray[np.float32] = logprobs[is_sampled][first]
+    selected = np.full(len(output_ids), np.nan, np.float32)
+    selected[at[first]] = logprobs[is_sampled][first]
     return selected
 
 

@@ -14,9 +14,16 @@ from typing import Any
 
 import msgspec
 
-from rollout.errors import EngineError, EngineRefused, NotReplayable, SupportOverflow
+from rollout.errors import (
+    EngineError,
+    EngineRefused,
+    NotReplayable,
+    ReplyMalformed,
+    SupportOverflow,
+)
 from rollout.sampling import SamplingParams
 
+NEWEST = (0, 5, 23)  # in this table
 OLDEST = (0, 5, 16)  # the first that returns a mask
 CHAT_SINCE = (0, 5, 18)  # before, the chat endpoint ignores the field
 SPANS_SINCE = (0, 5, 19)  # weight versions by token; before, the one at the end
@@ -24,6 +31,7 @@ CAPTURED_SINCE = (0, 5, 20)  # the set it sampled from; before, rebuilt beside t
 SUPPORT_MODE_SINCE = (0, 5, 21)  # logprobs of every support id; before, ignored without a word
 SPECULATIVE_SINCE = (0, 5, 22)
 
+CAP_FIELD = "sampling_mask_max_tokens"
 DEFAULT_CAP = 4096
 AUTO_TOP_K = 512
 MASKED_SPECULATION = ("DFLASH", "DSPARK")
@@ -52,12 +60,12 @@ class ServerRules:
     def of(cls, server_info: Mapping[str, Any]) -> ServerRules:
         """Raises `EngineError` for a release without sampling masks."""
         text = str(server_info.get("version", ""))
-        version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-        if version and version < OLDEST:
+        version = _version(text, server_info)
+        if version < OLDEST:
             raise EngineError(
                 f"SGLang {text} has no sampling masks; they came with 0.5.16, upgrade the server"
             )
-        cap = server_info.get("sampling_mask_max_tokens", DEFAULT_CAP)
+        cap = server_info.get(CAP_FIELD) or DEFAULT_CAP
         return cls(
             version=version,
             sampling_backend=server_info.get("sampling_backend"),
@@ -77,7 +85,8 @@ class ServerRules:
 
     @property
     def keeps_ties(self) -> bool:
-        return self.captures and self.sampling_backend == "flashinfer"
+        """Speculative verification cuts by rank whatever the backend."""
+        return self.captures and self.sampling_backend == "flashinfer" and not self.speculative
 
     @property
     def has_support_mode(self) -> bool:
@@ -91,6 +100,8 @@ class ServerRules:
     def filter_order(self, min_p: float, *, shared: bool = False) -> str | None:
         """FlashInfer filters a whole batch one filter after another as soon as one request in it
         uses min_p: on a shared server, nobody knows."""
+        if self.speculative:
+            return "sequential"  # verification renormalises what top_k left before top_p
         if not self.keeps_ties:
             return "joint"
         if shared:
@@ -184,10 +195,26 @@ class ServerRules:
             raise NotReplayable("sampling.min_p: not with speculative decoding, remove it")
 
 
+def _version(text: str, server_info: Mapping[str, Any]) -> tuple[int, ...]:
+    """A build from source names no release; one that has a cap is like the newest."""
+    version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+    if any(version):
+        return version
+    if CAP_FIELD in server_info:
+        return NEWEST
+    raise ReplyMalformed(
+        f"/server_info: version is {text!r} and there is no {CAP_FIELD}: what this server does "
+        "with a sampling mask is not known; ask the Python server directly, not a router"
+    )
+
+
 def _preferred(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """--preferred-sampling-params, which some releases report as the JSON they were given."""
     if isinstance(given, str):
-        given = msgspec.json.decode(given)
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise ReplyMalformed(f"/server_info: preferred_sampling_params: {error}") from error
     return given if isinstance(given, Mapping) else {}
 
 

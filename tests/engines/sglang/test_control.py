@@ -209,7 +209,7 @@ def test_nobody_there() -> None:
     ("version", "error", "words"),
     [
         pytest.param("0.5.15", errors.EngineError, "came with 0.5.16", id="too old"),
-        pytest.param(None, errors.ReplyMalformed, "wanted the server's version", id="unknown"),
+        pytest.param(None, errors.ReplyMalformed, "is not known", id="unknown"),
     ],
 )
 def test_a_release_it_does_not_know_is_refused(

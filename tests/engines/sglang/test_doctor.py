@@ -94,7 +94,7 @@ def test_masks_are_no_use_where_an_engine_cannot_be_entered() -> None:
     assert row(found, "endpoint")[0] == "a router"
     assert not found.usable and found.config is None and found.as_yaml() == ""
     assert found.reason.startswith(
-        "masks arrive, but an engine cannot be entered: http://127.0.0.1"
+        "masks arrive, but rollouts cannot be collected: http://127.0.0.1"
     )
     assert found.reason.endswith("ask the server behind a router: rollout doctor http://10.0.0.1:1")
 

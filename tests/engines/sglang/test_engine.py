@@ -313,3 +313,26 @@ def test_a_router_that_passes_masks_is_used_but_not_for_what_it_drops() -> None:
 def test_sglang_router_is_refused_by_its_name() -> None:
     with pytest.raises(errors.EngineRefused, match="is sglang-router, which drops"):
         ask(good_reply, [5], only=OLDER, router_manager=True)
+
+
+def test_auto_stays_below_the_vocabulary() -> None:
+    _, engine, _ = ask(good_reply, [5])
+    resolved = engine.resolve(SamplingParams(top_k="auto"))
+    assert resolved.top_k == 99
+    engine.check(resolved)
+
+
+def test_a_probe_that_breaks_a_rule_makes_the_engine_unusable() -> None:
+    def one_row_too_many(request: dict[str, Any]) -> dict[str, Any]:
+        reply = good_reply(request)
+        reply["meta_info"]["output_token_sampling_mask"] *= 2
+        return reply
+
+    with pytest.raises(errors.ReplyMalformed, match="cannot be recorded"):
+        ask(one_row_too_many, [5])
+
+
+def test_a_password_in_a_url_is_refused_by_every_client_without_showing_it() -> None:
+    with pytest.raises(errors.ConfigError, match="SGLANG_API_KEY") as caught:
+        SGLangEngine("http://me:s3cret@127.0.0.1:9", vocab_size=10)
+    assert "s3cret" not in str(caught.value)

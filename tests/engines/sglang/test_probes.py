@@ -24,7 +24,7 @@ from endpoints import (
 
 def test_an_ordinary_server_is_usable_as_it_is() -> None:
     found = examined()
-    assert found.usable and found.reason == "masks arrive, and an engine can be entered"
+    assert found.usable and found.reason == "masks arrive, and rollouts can be collected"
     assert {probe.name: probe.value for probe in found.probes} == {
         "endpoint": "SGLang",
         "version": "0.5.23",

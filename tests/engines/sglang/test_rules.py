@@ -32,6 +32,24 @@ def test_what_each_release_can_do(version: str, captures: bool, cap: int | None)
     assert got.keeps_ties is captures
 
 
+@pytest.mark.parametrize("version", ["", "unknown", "0.0.0.dev1+g12ab34c"])
+def test_a_build_from_source_is_like_the_newest_if_it_has_a_cap(version: str) -> None:
+    got = rules(version, sampling_mask_max_tokens=512)
+    assert (got.captures, got.has_support_mode, got.cap) == (True, True, 512)
+    with pytest.raises(errors.ReplyMalformed, match="what this server does .* is not known"):
+        rules(version)
+
+
+def test_settings_that_a_server_adds_must_be_readable() -> None:
+    with pytest.raises(errors.ReplyMalformed, match="preferred_sampling_params"):
+        rules("0.5.23", preferred_sampling_params="{")
+
+
+def test_speculative_verification_filters_in_sequence_and_cuts_ties() -> None:
+    got = rules("0.5.23", sampling_backend="flashinfer", speculative_algorithm="DFLASH")
+    assert (got.filter_order(0.0), got.keeps_ties) == ("sequential", False)
+
+
 def test_a_release_without_masks_is_refused() -> None:
     with pytest.raises(errors.EngineError, match="0.5.15 has no sampling masks"):
         rules("0.5.15")
