@@ -238,3 +238,16 @@ def test_reading_gets_the_api_key_and_control_the_admins_where_there_is_one(
         "/update_weight_version": wanted,
         "/model_info": "Bearer sk-user",
     }
+
+
+def test_new_weights_over_an_old_cache_get_a_version_of_their_own() -> None:
+    server = Server()
+    server.instead["/flush_cache"] = lambda: web.Response(status=400, text="busy")
+
+    async def use(control: SGLangControl) -> None:
+        async with control.paused("abort"):
+            await control.update_weights_from_disk("/ckpt", version="step-12")
+
+    with pytest.raises(errors.EngineBusy):
+        with_control(server, use)
+    assert server.weight_version == "step-12-incomplete"
