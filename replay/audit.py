@@ -1,6 +1,6 @@
 """The support audit: could the trainer's logits have yielded the recorded supports?
 
-An honest engine's logits are not the trainer's: with bf16 heads near-ties swap, and only 56 to 72 %
+An honest engine's logits are not the trainer's: with bf16 heads near-ties swap, and only 54 to 72 %
 of recorded supports are exact prefixes of the trainer's ranking. So the question for each token is
 how far the trainer's logits would have to move (`replay.margins`), against how far apart the two
 sides are known to be (`Tolerance`). With m the smallest margin over all conditions, in logits:
