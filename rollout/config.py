@@ -66,6 +66,11 @@ class EmbeddedConfig(Block):
     trust_remote_code: bool = False
 
 
+def holds_credentials(url: str) -> bool:
+    """Whether a user name or a password stands in the URL, and so would wherever it is written."""
+    return "@" in urlsplit(url).netloc
+
+
 class SGLangConfig(Block):
     """One or more running SGLang servers with the same model."""
 
@@ -96,7 +101,7 @@ class SGLangConfig(Block):
 
     @model_validator(mode="after")
     def _no_credentials(self) -> SGLangConfig:
-        if any("@" in urlsplit(url).netloc for url in self.urls):
+        if any(map(holds_credentials, self.urls)):
             raise ValueError(
                 "url: holds a user name or password, which would stand in run.json; "
                 "give an API key in the environment variable SGLANG_API_KEY instead"

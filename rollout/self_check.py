@@ -26,7 +26,6 @@ SLACK = 1e-5  # of a probability: rounding of fp32 sums
 
 GRID = 1 / 32  # bf16 numbers of size 4 or more are multiples of it
 GRID_SLACK = 2e-5  # float32 logprobs; recorded sets: 99.5 % of pairs are within 1e-5
-GRID_CHANCE = 2 * GRID_SLACK / GRID  # the share of arbitrary numbers that near the grid
 
 MIN_ROWS = 3  # fewer rows that rule something out are not believed
 FEW = 0.1  # a fact may be contradicted by so many rows for each that contradicts the other:

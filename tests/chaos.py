@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from aiohttp import web
 from builders import DATA
+from loopback import served
 
 WIRE: dict[str, Any] = json.loads((DATA / "sglang_0.5.23_cpu_pytorch" / "wire.json").read_text())
 VOCAB_SIZE = 1000
@@ -170,14 +171,9 @@ async def fake_server(
     app.router.add_post("/generate", generate)
     app.router.add_get("/server_info", described)
     app.router.add_get("/model_info", described)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server = FakeServer(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
+    async with served(app, shutdown_timeout=0.1, access_log=None) as url:
+        server = FakeServer(url)
         yield server
-    finally:
-        await runner.cleanup()
 
 
 KINDS = {

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from loopback import served
 
 from rollout.engines.sglang.control import SGLangControl
 
@@ -129,13 +130,8 @@ class Server:
 async def serving(server: Server) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url
 
 
 def with_control(server: Server, use: Callable[[SGLangControl], Awaitable[Any]]) -> Any:

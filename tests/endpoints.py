@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 from builders import DATA
+from loopback import served
 
 from rollout.engines.sglang.doctor import Examination, examine
 
@@ -119,13 +120,8 @@ async def endpoint(
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url
 
 
 def examined(*args: Any, **kwargs: Any) -> Examination:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from rollout.config import holds_credentials
 from rollout.engines.sglang.reply import error_words
 from rollout.errors import ConfigError, EngineRefused, EngineUnreachable, ReplyMalformed
 
@@ -40,7 +41,7 @@ class SGLangHttp:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        if "@" in url.removeprefix("http://").removeprefix("https://").split("/")[0]:
+        if holds_credentials(url):
             raise ConfigError(  # without the URL: it would stand in logs and records
                 "the server's URL holds a user name or password; give an API key in the "
                 f"environment variable {API_KEY_VARIABLE} instead"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from builders import DATA, make_prompt
+from loopback import served
 
 from rollout import errors
 from rollout.engines.sglang.engine import SGLangEngine
@@ -80,14 +81,8 @@ async def server(
     app.router.add_get("/model_info", described)
     app.router.add_get("/get_server_info", described)
     app.router.add_get("/get_model_info", described)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url, asked
 
 
 def ask(generate: Callable[[dict[str, Any]], Any], prompt: list[int], **info: Any) -> Any:
@@ -208,15 +203,8 @@ def test_nobody_there(url: str, words: str) -> None:
 
 def test_another_kind_of_server_is_told_apart() -> None:
     async def run() -> None:
-        app = web.Application()
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            async with SGLangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", vocab_size=10):
-                pass
-        finally:
-            await runner.cleanup()
+        async with served(web.Application()) as url, SGLangEngine(url, vocab_size=10):
+            pass
 
     with pytest.raises(errors.EngineRefused, match="HTTP 404.*is this an SGLang server"):
         asyncio.run(run())
