@@ -141,3 +141,13 @@ def test_a_server_that_answers_alike_is_noticed(tmp_path: Path, tiny_model_path:
     assert (stats["rollouts"], stats["duplicate_groups"]) == (8, 1)
     assert "1 prompts have only identical rollouts" in result.stderr
     assert len({r["sampling_params"]["sampling_seed"] for r in server.requests}) == 8
+
+
+def test_a_run_goes_on_after_the_weights_moved(tmp_path: Path, tiny_model_path: Path) -> None:
+    out = tmp_path / "run"
+    for version, limit in (("default", 2), ("step-1", 4)):
+        with running(fake_server(weight_version=version)) as server:
+            settings = settings_file(tmp_path, tiny_model_path, server.url, 4)
+            result = run("collect", settings, "--out", out, "-o", f"prompts.limit={limit}")
+        assert result.exit_code == 0, result.output
+    assert sorted(stored(out)) == ["0:0", "1:0", "2:0", "3:0"]
