@@ -89,7 +89,8 @@ def margins(hidden: Tensor, head: Head, supports: Supports, filters: Filters) ->
     rows = is_sequential.nonzero().squeeze(1)
     for index in rows.split(ROWS) if len(rows) else ():
         part, part_filters = supports.take(index), filters.take(index)
-        rest = _rest(dense_logits(hidden[index], head, part.temperature), part, part_filters)
+        z = dense_logits(hidden[index], head, part.temperature)
+        rest = _rest(z, facts.logsumexp_outside[index], part, part_filters)
         found = judge(members.take(index), facts.top_outside[index], rest, part_filters)
         better = (part_filters.order == SEQUENTIAL) | (found.amin(1) > result[index].amin(1))
         result[index] = torch.where(better[:, None], found, result[index])
@@ -188,8 +189,11 @@ def _stopped(members: _Members, rest: Rest, odds: Tensor, keeps_ties: Tensor) ->
     return torch.where((alone >= 0) & keeps_ties, ties_break_it, alone)
 
 
-def _rest(z: Tensor, supports: Supports, filters: Filters) -> Rest:
-    """What the top k hold beside S, from whole rows of logits z [T, V], which are overwritten."""
+def _rest(z: Tensor, outside: Tensor, supports: Supports, filters: Filters) -> Rest:
+    """What the top k hold beside S, from whole rows of logits z [T, V], which are overwritten.
+
+    `outside` [T] is the log of the sum over all ids outside S.
+    """
     z[supports.rows, supports.ids] = -torch.inf
     counts = supports.counts
     places = (filters.top_k - counts).clamp(min=0)
@@ -204,9 +208,8 @@ def _rest(z: Tensor, supports: Supports, filters: Filters) -> Rest:
     tie[:, 0] = 0
     # S holds all k: what ties with it would be in it
     tie[places == 0, 1:] = torch.inf
-    everything = z.double().logsumexp(1, keepdim=True)
     return Rest(
-        torch.cat([sums.gather(1, at), everything], 1),
+        torch.cat([sums.gather(1, at), outside[:, None].double()], 1),
         torch.cat([tie, tie[:, -1:]], 1).nan_to_num(nan=torch.inf),
     )
 
