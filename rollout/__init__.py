@@ -1,5 +1,6 @@
 """Record what the sampler really chose from: rollouts with their supports, in Arrow shards."""
 
+from rollout.builder import RolloutBuilder
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
 from rollout.engines.sglang.control import SGLangControl
@@ -21,6 +22,7 @@ __all__ = [
     "Prompt",
     "Request",
     "Rollout",
+    "RolloutBuilder",
     "RolloutError",
     "Run",
     "RunWriter",
