@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -439,3 +440,12 @@ def test_two_turns_of_the_embedded_engine_replay_to_what_it_recorded(tiny_model_
     assert verified.tokens.position.tolist() == [*range(12), *range(15, 27)]
     assert np.abs(verified.tokens.log_ratio).max() <= 1e-4
     assert report.as_dict()["verdict"] == "consistent"
+
+
+def test_the_example_stores_a_conversation(tiny_model_path: Path, tmp_path: Path) -> None:
+    example = Path(__file__).parent.parent / "examples" / "multi_turn.py"
+    runpy.run_path(str(example))["main"](str(tiny_model_path), str(tmp_path / "run"))
+    (got,) = open_run(tmp_path / "run")
+    first, second = json.loads(got.extra)["turns"]
+    assert (first["start"], second["end"]) == (0, got.num_output_tokens)
+    assert got.is_forced.sum() == second["start"] - first["end"] > 0
