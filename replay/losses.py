@@ -53,7 +53,8 @@ def over_rollout(
 
     The exponential of the sum is the ratio of whole sequences. That of the mean, its geometric
     form, is the ratio of GSPO (Zheng et al. 2025, arXiv:2507.18071), for which the length
-    does not matter. rollout_index [T] ascends; `ValueError` where it does not.
+    does not matter. rollout_index [T] ascends; `ValueError` where it does not. Waits for the
+    device.
     """
     totals = _per_rollout(torch.where(counted, log_ratio, 0.0), rollout_index)
     if reduce == "mean":
@@ -126,14 +127,23 @@ def mean_over_rollouts(values: Tensor, counted: Tensor, rollout_index: Tensor) -
     return (sums / lengths.clamp_min(1)).sum() / (lengths > 0).sum().clamp_min(1)
 
 
-def support_kl(support_logprobs: Tensor, others: Tensor, support_offsets: Tensor) -> Tensor:
-    """[T] The exact KL(p ‖ q) over each support: Σ p (log p − log q), in nats; 0 where it is empty.
+def support_kl(
+    support_logprobs: Tensor,
+    others: Tensor,
+    support_offsets: Tensor,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """[T] The exact KL(p ‖ q) over each support: Σ p (log p − log q), in nats; 0 where the support
+    is empty or the token not counted.
 
     Both [E], of every support id, each over the same supports, as ``score_support(...,
     return_support_logprobs=True)`` gives them: p the policy's and q a reference's, with gradients
     to both. KL over the full vocabulary would compare what was never sampled from.
     """
     absent = support_logprobs.detach() == -torch.inf  # 0 log 0 is 0
+    if counted is not None:
+        counts = support_offsets.diff()
+        absent = absent | ~torch.repeat_interleave(counted, counts, output_size=len(absent))
     p, q = torch.where(absent, 0.0, support_logprobs), torch.where(absent, 0.0, others)
     terms = torch.where(absent, 0.0, p.exp() * (p - q))
     return segments("sum", terms, support_offsets.diff())
@@ -167,21 +177,23 @@ def mismatch(
     """What a trainer logs of each step: the numbers of `rollout replay` (docs/report.md), of the
     tokens of this batch. JSON-ready; what could not be measured is None. Waits for the device.
 
-    `tokens` and `scored_tokens`, `sampled_outside_support`, `log_ratio_abs`, `log_ratio`,
-    `mismatch_kl`, `ratio_outside`, and `effective_sample_size`.
+    `tokens` to train on, `scored_tokens`, `sampled_outside_support`, `nonfinite_replay` (NaN and
+    infinities, left out of the numbers), `log_ratio_abs`, `log_ratio`, `mismatch_kl`,
+    `ratio_outside`, `effective_sample_size`.
     """
     counted = scored(loss_mask, replay_logprobs, sampling_logprobs)
     values = log_ratio(replay_logprobs, sampling_logprobs, counted).detach()
-    numbers = values[counted].float().cpu().numpy()
+    finite = counted & values.isfinite()
+    numbers = values[finite].float().cpu().numpy()
     is_outside = (loss_mask != 0) & (replay_logprobs == -torch.inf)
+    share = float(effective_sample_size(values, finite)) if len(numbers) else None
     return {
         "tokens": int((loss_mask != 0).sum()),
         "scored_tokens": len(numbers),
         "sampled_outside_support": int(is_outside.sum()),
+        "nonfinite_replay": int((counted & ~finite).sum()),
         **ratio_numbers(numbers),
-        "effective_sample_size": float(effective_sample_size(values, counted))
-        if len(numbers)
-        else None,
+        "effective_sample_size": share,
     }
 
 

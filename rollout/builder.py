@@ -101,15 +101,10 @@ class RolloutBuilder:
         turn = self.num_turns
         if completion.prompt_ids is not None:
             self._check_prefix(completion.prompt_ids, f"turn {turn}: the engine's prompt", True)
-        if params.top_k == "auto":
-            raise ConfigError(
-                f"turn {turn}: sampling.top_k: got auto, wanted the number that the engine used; "
-                "pass what engine.resolve(params) returned"
-            )
-        params.check_replayable()
         try:
+            _check_params(params)
             alone = self._alone(completion, params, loss_mask)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             error.args = (f"turn {turn}: {error}",)
             raise
         part = _Part(alone, turn, params.to_request())
@@ -160,8 +155,12 @@ class RolloutBuilder:
 
         `finish_reason` and `stop_match` are those of the last turn; where it was aborted, the id is
         that of the abort-th aborted attempt. `extra` gets a key `turns`, see docs/multi_turn.md.
-        Raises `TurnMismatch` without a sampled turn, and `EmptyPrompt`.
+        Raises `TurnMismatch` without a sampled turn, and `ConfigError` where `extra` has that key.
         """
+        if "turns" in (extra or {}):
+            raise ConfigError(
+                f"{self._prompt_id}: extra: got a key turns, which is the builder's own; rename it"
+            )
         if not self._turns:
             raise TurnMismatch(
                 f"{self._prompt_id}: wanted at least one sampled turn, got none; "
@@ -277,6 +276,16 @@ class RolloutBuilder:
                 about["engine_meta"] = own
             turns.append(about)
         return turns
+
+
+def _check_params(params: SamplingParams) -> None:
+    """Raise `ConfigError` for settings that no engine has resolved, or no trainer can replay."""
+    if params.top_k == "auto":
+        raise ConfigError(
+            "sampling.top_k: got auto, wanted the number that the engine used; "
+            "pass what engine.resolve(params) returned"
+        )
+    params.check_replayable()
 
 
 def _check_alike(first: _Part, new: _Part) -> None:

@@ -279,7 +279,7 @@ def test_a_rollout_that_ends_in_an_abort_has_the_id_of_an_attempt() -> None:
             turn(),
             PARAMS.model_copy(update={"frequency_penalty": 0.5}),
             errors.NotReplayable,
-            "frequency_penalty",
+            "^turn 1: sampling.frequency_penalty",
             id="penalty",
         ),
     ],
@@ -313,6 +313,11 @@ def test_without_a_sampled_turn_there_is_no_rollout() -> None:
     builder.append_forced([4])
     with pytest.raises(errors.TurnMismatch, match="7: wanted at least one sampled turn, got none"):
         builder.build()
+
+
+def test_extra_cannot_hold_turns_of_its_own() -> None:
+    with pytest.raises(errors.ConfigError, match="7: extra: got a key turns"):
+        started().build(extra={"turns": []})
 
 
 def test_without_a_prompt_there_is_no_turn() -> None:

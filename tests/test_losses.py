@@ -134,6 +134,16 @@ def test_support_kl_of_an_id_without_probability_adds_nothing_and_has_no_gradien
     assert q.grad is not None and q.grad.tolist() == [-1, 0]
 
 
+def test_support_kl_of_a_token_that_does_not_count_is_nothing_whatever_stands_there() -> None:
+    p = t(math.log(0.75), math.log(0.25), NAN, -1).requires_grad_()
+    q = t(-LN2, -LN2, -1, NAN).requires_grad_()
+    got = losses.support_kl(p, q, torch.tensor([0, 2, 4]), on(1, 0))
+    got.sum().backward()
+    torch.testing.assert_close(got.detach(), t(0.75 * math.log(1.5) - 0.25 * LN2, 0))
+    assert p.grad is not None and p.grad[2:].tolist() == [0, 0]
+    assert q.grad is not None and q.grad[2:].tolist() == [0, 0]
+
+
 def test_sampled_kl_is_k3() -> None:
     """r = 2: 2 − ln 2 − 1; r = ½: ½ + ln 2 − 1; equal: 0; masked: 0."""
     reference = t(-1 + LN2, -1 - LN2, -1, -INF)
@@ -173,6 +183,11 @@ def test_mismatch_has_the_numbers_of_a_report() -> None:
     assert got["mismatch_kl"] == pytest.approx((1 - LN2) / 2)
     assert got["ratio_outside"] == 0.5
     assert got["effective_sample_size"] == pytest.approx(9 / 10)
+
+
+def test_a_policy_that_gives_no_number_is_counted_and_not_averaged() -> None:
+    got = losses.mismatch(t(NAN, INF, -1), t(-1, -1, -1), on(1, 1, 1))
+    assert (got["nonfinite_replay"], got["scored_tokens"], got["mismatch_kl"]) == (2, 1, 0)
 
 
 def test_a_mismatch_of_nothing_is_told_as_nothing() -> None:
