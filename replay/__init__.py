@@ -1,5 +1,6 @@
 """Replay rollouts under the trainer's policy, and say whether both sides agree."""
 
+from replay import losses
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
 from replay.diagnose import diagnose
@@ -31,6 +32,7 @@ __all__ = [
     "Verified",
     "VocabShard",
     "diagnose",
+    "losses",
     "make_report",
     "pack",
     "plan",

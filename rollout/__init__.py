@@ -1,9 +1,11 @@
 """Record what the sampler really chose from: rollouts with their supports, in Arrow shards."""
 
+from rollout.builder import RolloutBuilder
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.engines.base import Completion, Engine, EngineInfo
 from rollout.engines.sglang.control import SGLangControl
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.vllm.engine import VLLMEngine
 from rollout.errors import RolloutError
 from rollout.prompts import Chat, Prompt
 from rollout.reader import Run, open_run
@@ -21,6 +23,7 @@ __all__ = [
     "Prompt",
     "Request",
     "Rollout",
+    "RolloutBuilder",
     "RolloutError",
     "Run",
     "RunWriter",
@@ -28,6 +31,7 @@ __all__ = [
     "SGLangEngine",
     "SamplingParams",
     "Support",
+    "VLLMEngine",
     "WeightSpan",
     "collect",
     "make_requests",
