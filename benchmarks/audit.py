@@ -80,6 +80,7 @@ def make_inputs(args: argparse.Namespace) -> tuple[torch.Tensor, Head, Supports,
     ids = best[torch.arange(TOP_K, device=args.device) < counts[:, None]]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     supports = Supports(ids, offsets, torch.ones(args.tokens, device=args.device))
+    supports = supports.to(torch.device(args.device))  # as the auditor does: the width is known
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((args.tokens,), value, dtype=dtype, device=args.device)

@@ -170,7 +170,7 @@ class Auditor:
             return
         device = hidden.device
         whole = Supports(batch.support_ids, batch.support_offsets, batch.temperature)
-        supports = Supports(*(t.to(device) for t in vars(whole.take(index)).values()))
+        supports = whole.take(index).to(device)
         filters = self._filters(batch.rollouts).to(device)
         rows, drawn = hidden[index.to(device)], batch.targets[index].to(device)
         found = margins(rows, head, supports, filters)

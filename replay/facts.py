@@ -43,6 +43,17 @@ class Supports:
     ids: Tensor  # [E] int64
     offsets: Tensor  # [T + 1] int64
     temperature: Tensor  # [T] float32
+    at_most: int | None = None  # ids in each, where known without asking the device
+
+    @property
+    def width(self) -> int:
+        """A bound of the ids in each."""
+        return int(self.counts.max()) if self.at_most is None else self.at_most
+
+    def to(self, device: torch.device) -> Supports:
+        """The same on `device`, with the width worked out before."""
+        tensors = (self.ids, self.offsets, self.temperature)
+        return Supports(*(tensor.to(device) for tensor in tensors), self.width)
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -63,7 +74,7 @@ class Supports:
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         entries = torch.arange(int(offsets[-1]), device=counts.device)
         start = torch.repeat_interleave(self.offsets[index] - offsets[:-1], counts)
-        return Supports(self.ids[entries + start], offsets, self.temperature[index])
+        return Supports(self.ids[entries + start], offsets, self.temperature[index], self.at_most)
 
     def without(self, drawn: Tensor) -> Supports:
         """The same without one id of each token, `drawn` [T]."""
@@ -71,7 +82,7 @@ class Supports:
         keep = self.ids != drawn[rows]
         counts = torch.zeros_like(self.counts).index_add_(0, rows, keep.long())
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return Supports(self.ids[keep], offsets, self.temperature)
+        return Supports(self.ids[keep], offsets, self.temperature, self.at_most)
 
 
 class Facts(NamedTuple):

@@ -74,10 +74,8 @@ def margins(hidden: Tensor, head: Head, supports: Supports, filters: Filters) ->
     """[T, 4] margins by condition, float64; +inf where a condition cannot be broken."""
     if not len(supports):
         return torch.empty(0, len(CONDITIONS), dtype=torch.float64, device=hidden.device)
-    # waits for the device, so it comes first: what follows is launched while the product runs
-    width = int(supports.counts.max())
     facts = gather_facts(hidden, head, supports)
-    members = _Members.sort(facts.members, supports, width)
+    members = _Members.sort(facts.members, supports)
     outside = facts.logsumexp_outside.double()
     joint = Rest(outside[:, None], torch.zeros_like(outside)[:, None])
     result = judge(members, facts.top_outside, joint, filters)
@@ -108,11 +106,10 @@ class _Members:
     counts: Tensor  # [T], at least 1
 
     @classmethod
-    def sort(cls, z: Tensor, supports: Supports, width: int) -> _Members:
-        """`width` is the size of the largest support."""
+    def sort(cls, z: Tensor, supports: Supports) -> _Members:
         counts, rows = supports.counts, supports.rows
         place = torch.arange(len(z), device=z.device) - supports.offsets[rows]
-        padded = z.new_full((len(counts), width), -torch.inf, dtype=torch.float64)
+        padded = z.new_full((len(counts), supports.width), -torch.inf, dtype=torch.float64)
         padded[rows, place] = z.double()
         return cls(padded.sort(dim=1, descending=True).values, counts)
 
