@@ -132,7 +132,7 @@ class Batches(IterableDataset[PackedBatch | PaddedBatch]):
         Raises `ConfigChanged` with the differences if that pass had other rollouts or settings.
         """
         own = self._identity()
-        if missing := own.keys() | {"epoch", "first", "done"} - state.keys():
+        if missing := (own.keys() | {"epoch", "first", "done"}) - state.keys():
             raise ConfigError(f"state of batches: {sorted(missing)} are missing")
         differences = [
             f"{name} was {state[name]!r}, is {value!r}"
