@@ -77,20 +77,16 @@ SAME = (
 
 def padded(batch: PackedBatch) -> PaddedBatch:
     """`batch` with one row per rollout; pinned if it is."""
-    lengths = batch.cu_seqlens.diff()
-    shape = (len(lengths), batch.max_seqlen)
+    lengths, longest = batch.cu_seqlens.diff(), batch.max_seqlen
     rows = torch.repeat_interleave(lengths, output_size=len(batch.input_ids))
-    places = rows * batch.max_seqlen + batch.position_ids
-
-    def grid(values: Tensor | int) -> Tensor:
-        out = torch.zeros(shape, dtype=torch.int64, device=places.device)
-        out.view(-1)[places] = values
-        return out
-
+    places = rows * longest + batch.position_ids  # in the flat [B * L]
+    at = torch.arange(longest, device=places.device)
+    attention_mask = (at < lengths[:, None]).long()
+    input_ids = places.new_zeros(len(lengths) * longest).index_copy_(0, places, batch.input_ids)
     made = PaddedBatch(
-        input_ids=grid(batch.input_ids),
-        attention_mask=grid(1),
-        position_ids=grid(batch.position_ids),
+        input_ids=input_ids.view(len(lengths), longest),
+        attention_mask=attention_mask,
+        position_ids=at * attention_mask,
         hidden_rows=places[batch.hidden_rows],
         **{name: getattr(batch, name) for name in SAME},
     )
