@@ -132,8 +132,8 @@ def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch
     empty = partial(torch.empty, pin_memory=pin_memory)
     prompts, outputs = _lengths(parts.prompt_ids), _lengths(parts.output_ids)
     inputs = prompts + np.maximum(outputs, 1) - 1
-    borders, output_borders = _borders(inputs), _borders(outputs)
-    num_inputs, num_outputs = int(borders[-1]), int(output_borders[-1])
+    borders = np.concatenate([[0], np.cumsum(inputs)])
+    num_inputs, num_outputs = int(borders[-1]), int(outputs.sum())
     counts = np.concatenate(parts.support_counts)
     scored = counts > 0
     num_scored = int(np.count_nonzero(scored))
@@ -154,13 +154,16 @@ def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch
     input_ids = empty(num_inputs, dtype=torch.int64)
     pairs = zip(parts.prompt_ids, parts.output_ids, strict=True)
     _joined([ids for prompt, output in pairs for ids in (prompt, output[:-1])], input_ids)
-    position_ids = empty(num_inputs, dtype=torch.int64)
     at = np.arange(num_inputs)
-    np.subtract(at, np.repeat(borders[:-1], inputs), out=position_ids.numpy())
+    position_ids = empty(num_inputs, dtype=torch.int64)
+    _joined([at[:length] for length in inputs.tolist()], position_ids)
     cu_seqlens = empty(len(borders), dtype=torch.int32)
     cu_seqlens.numpy()[:] = borders
-    # an output token stands one row after the one that predicts it
-    shift = borders[:-1] + prompts - 1 - output_borders[:-1]
+    # the last prompt token predicts the first output token
+    first_rows = (borders[:-1] + prompts - 1).tolist()
+    rows = [
+        at[row : row + length] for row, length in zip(first_rows, outputs.tolist(), strict=True)
+    ]
     support_offsets = empty(num_scored + 1, dtype=torch.int64)
     support_offsets[0] = 0
     np.cumsum(counts[scored] if has_forced else counts, out=support_offsets.numpy()[1:])
@@ -172,7 +175,7 @@ def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch
         position_ids=position_ids,
         cu_seqlens=cu_seqlens,
         max_seqlen=int(inputs.max()),
-        hidden_rows=filled(np.arange(num_outputs) + np.repeat(shift, outputs), torch.int64),
+        hidden_rows=gathered(rows, torch.int64),
         targets=gathered(parts.output_ids, torch.int64),
         rollout_index=filled(np.repeat(np.arange(len(outputs)), outputs), torch.int64),
         support_ids=_joined(parts.support_ids, empty(num_ids, dtype=torch.int32)),
@@ -195,10 +198,6 @@ def no_rollouts(number: int, pin_memory: bool = False) -> PackedBatch:
 
 def _lengths(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter(map(len, arrays), np.int64, len(arrays))
-
-
-def _borders(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _joined(arrays: Sequence[NDArray[Any]], tensor: Tensor) -> Tensor:
