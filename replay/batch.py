@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -129,7 +128,6 @@ def parts_of(rollouts: Sequence[Rollout]) -> Parts:
 
 def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch:
     """One batch; every column is copied once, from where it lies into its tensor."""
-    empty = partial(torch.empty, pin_memory=pin_memory)
     prompts, outputs = _lengths(parts.prompt_ids), _lengths(parts.output_ids)
     inputs = prompts + np.maximum(outputs, 1) - 1
     borders = np.concatenate([[0], np.cumsum(inputs)])
@@ -138,54 +136,72 @@ def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch
     scored = counts > 0
     num_scored = int(np.count_nonzero(scored))
     has_forced = num_scored < num_outputs
+    sizes = {
+        "input_ids": (num_inputs, torch.int64),
+        "position_ids": (num_inputs, torch.int64),
+        "hidden_rows": (num_scored, torch.int64),
+        "targets": (num_scored, torch.int64),
+        "rollout_index": (num_scored, torch.int64),
+        "support_offsets": (num_scored + 1, torch.int64),
+        "cu_seqlens": (len(borders), torch.int32),
+        "support_ids": (sum(map(len, parts.support_ids)), torch.int32),
+        "sampling_logprobs": (num_scored, torch.float32),
+        "temperature": (num_scored, torch.float32),
+        "loss_mask": (num_scored, torch.bool),
+    }
+    tensors = _empty(sizes, pin_memory)
+    out = {name: tensor.numpy() for name, tensor in tensors.items()}
 
-    def filled(values: NDArray[Any], dtype: torch.dtype) -> Tensor:
-        """[T] of [R]."""
-        tensor = empty(num_scored, dtype=dtype)
-        tensor.numpy()[:] = values[scored] if has_forced else values
-        return tensor
+    def join(name: str, arrays: Sequence[NDArray[Any]]) -> None:
+        np.concatenate(arrays, out=out[name], casting="same_kind")
 
-    def gathered(arrays: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
-        """[T] of one array per rollout, [R] together."""
+    def join_scored(name: str, arrays: Sequence[NDArray[Any]]) -> None:
         if has_forced:
-            return filled(np.concatenate(arrays), dtype)
-        return _joined(arrays, empty(num_scored, dtype=dtype))
+            out[name][:] = np.concatenate(arrays)[scored]
+        else:
+            join(name, arrays)
 
-    input_ids = empty(num_inputs, dtype=torch.int64)
+    def repeat(name: str, values: NDArray[Any]) -> None:
+        """One value per rollout."""
+        whole = np.repeat(values, outputs)
+        out[name][:] = whole[scored] if has_forced else whole
+
     pairs = zip(parts.prompt_ids, parts.output_ids, strict=True)
-    _joined([ids for prompt, output in pairs for ids in (prompt, output[:-1])], input_ids)
+    join("input_ids", [ids for prompt, output in pairs for ids in (prompt, output[:-1])])
     at = np.arange(num_inputs)
-    position_ids = empty(num_inputs, dtype=torch.int64)
-    _joined([at[:length] for length in inputs.tolist()], position_ids)
-    cu_seqlens = empty(len(borders), dtype=torch.int32)
-    cu_seqlens.numpy()[:] = borders
+    join("position_ids", [at[:length] for length in inputs.tolist()])
+    out["cu_seqlens"][:] = borders
     # the last prompt token predicts the first output token
-    first_rows = (borders[:-1] + prompts - 1).tolist()
-    rows = [
-        at[row : row + length] for row, length in zip(first_rows, outputs.tolist(), strict=True)
-    ]
-    support_offsets = empty(num_scored + 1, dtype=torch.int64)
-    support_offsets[0] = 0
-    np.cumsum(counts[scored] if has_forced else counts, out=support_offsets.numpy()[1:])
-    num_ids = int(support_offsets[-1])
+    first_rows = borders[:-1] + prompts - 1
+    spans = zip(first_rows.tolist(), (first_rows + outputs).tolist(), strict=True)
+    join_scored("hidden_rows", [at[first:last] for first, last in spans])
+    join_scored("targets", parts.output_ids)
+    join_scored("sampling_logprobs", parts.sampling_logprobs)
+    join_scored("loss_mask", [mask.view(bool) for mask in parts.loss_mask])
+    repeat("rollout_index", np.arange(len(outputs)))
+    repeat("temperature", np.array(parts.temperature, np.float32))
+    join("support_ids", parts.support_ids)
+    out["support_offsets"][0] = 0
+    sizes_of_rows = torch.from_numpy(counts[scored] if has_forced else counts)
+    torch.cumsum(sizes_of_rows, 0, out=tensors["support_offsets"][1:])
     return PackedBatch(
         number=number,
         rollout_ids=tuple(parts.rollout_ids),
-        input_ids=input_ids,
-        position_ids=position_ids,
-        cu_seqlens=cu_seqlens,
         max_seqlen=int(inputs.max()),
-        hidden_rows=gathered(rows, torch.int64),
-        targets=gathered(parts.output_ids, torch.int64),
-        rollout_index=filled(np.repeat(np.arange(len(outputs)), outputs), torch.int64),
-        support_ids=_joined(parts.support_ids, empty(num_ids, dtype=torch.int32)),
-        support_offsets=support_offsets,
-        sampling_logprobs=gathered(parts.sampling_logprobs, torch.float32),
-        loss_mask=gathered(parts.loss_mask, torch.int8).view(torch.bool),
-        temperature=filled(
-            np.repeat(np.array(parts.temperature, np.float32), outputs), torch.float32
-        ),
+        **tensors,
     )
+
+
+def _empty(sizes: dict[str, tuple[int, torch.dtype]], pin_memory: bool) -> dict[str, Tensor]:
+    """Tensors in one buffer, the widest first.
+
+    Allocators give back one buffer of the same size again and again; a dozen would go back to the
+    system each time, and their pages would have to be cleared anew.
+    """
+    num_bytes = [number * dtype.itemsize for number, dtype in sizes.values()]
+    buffer = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=pin_memory)
+    pieces = zip(sizes.items(), buffer.split(num_bytes), strict=True)
+    return {name: piece.view(dtype) for (name, (_, dtype)), piece in pieces}
 
 
 def no_rollouts(number: int, pin_memory: bool = False) -> PackedBatch:
@@ -198,9 +214,3 @@ def no_rollouts(number: int, pin_memory: bool = False) -> PackedBatch:
 
 def _lengths(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter(map(len, arrays), np.int64, len(arrays))
-
-
-def _joined(arrays: Sequence[NDArray[Any]], tensor: Tensor) -> Tensor:
-    """`tensor`, filled with `arrays` one after another."""
-    np.concatenate(arrays, out=tensor.numpy(), casting="same_kind")
-    return tensor
