@@ -177,7 +177,7 @@ def assemble(parts: Parts, number: int, pin_memory: bool = False) -> PackedBatch
     join_scored("hidden_rows", [at[first:last] for first, last in spans])
     join_scored("targets", parts.output_ids)
     join_scored("sampling_logprobs", parts.sampling_logprobs)
-    join_scored("loss_mask", [mask.view(bool) for mask in parts.loss_mask])
+    join_scored("loss_mask", [mask.astype(bool) for mask in parts.loss_mask])
     repeat("rollout_index", np.arange(len(outputs)))
     repeat("temperature", np.array(parts.temperature, np.float32))
     join("support_ids", parts.support_ids)

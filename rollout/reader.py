@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from rollout import schema
-from rollout.annotations import Annotation, read_annotations, with_annotations
+from rollout.annotations import Annotation, annotated, read_annotations
 from rollout.conditions import Condition
 from rollout.directory import file_name, read_manifest
 from rollout.errors import (
@@ -82,8 +82,7 @@ class Run:
     def rows(self) -> Iterator[Row]:
         """What iterating yields, and where it lies."""
         for row in self._stored():
-            (rollout,) = with_annotations([row.rollout], self.annotations)
-            yield row._replace(rollout=rollout)
+            yield row._replace(rollout=annotated(row.rollout, self.annotations))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The Arrow batches, mapped anew; their rows are checked only by iterating over the run."""
