@@ -27,7 +27,7 @@ LISTS = (
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """The rollouts of a run or view, each format rule checked, as some 160 bytes a rollout.
+    """The rollouts of a run or view, each format rule checked: an id and 110 bytes for each.
 
     Values stay where they are: in the page cache, or in memory where shards are compressed. What
     is pickled holds none of them, and maps the shards again.

@@ -47,6 +47,13 @@ def batches(
 
     Raises `ConfigError` for arguments that cannot be.
     """
+    if max_tokens < 1 or prefetch < 0 or layout not in get_args(Layout):
+        raise ConfigError(
+            f"batches: max_tokens must be 1 or more, prefetch 0 or more, layout one of "
+            f"{get_args(Layout)}; got {max_tokens}, {prefetch}, {layout!r}"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"batches: rank must be in [0, world_size), got {rank}, {world_size}")
     return Batches(
         Catalog.of(data), max_tokens, shuffle_seed, epoch, rank, world_size, layout, prefetch,
         pin_memory,
@@ -78,13 +85,6 @@ class Batches(IterableDataset[PackedBatch | PaddedBatch]):
         prefetch: int,
         pin_memory: bool | None,
     ) -> None:
-        if max_tokens < 1 or prefetch < 0 or layout not in get_args(Layout):
-            raise ConfigError(
-                f"batches: max_tokens must be 1 or more, prefetch 0 or more, layout one of "
-                f"{get_args(Layout)}; got {max_tokens}, {prefetch}, {layout!r}"
-            )
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"batches: rank must be in [0, world_size), got {rank}, {world_size}")
         self._catalog = catalog
         self._max_tokens = max_tokens
         self._shuffle_seed = shuffle_seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +164,11 @@ def test_workers_that_are_restarted_keep_their_shares(
         again.load_state_dict(made.state_dict())
         shares.append(share + ids(again))
     assert shares == [whole[::2], whole[1::2]]
+
+
+def test_a_loop_that_is_left_early_leaves_no_thread(path: Path) -> None:
+    for batch in batches(open_run(path), 7, prefetch=3):
+        if batch.number == 1:
+            break
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("rollout-prefetch")]
