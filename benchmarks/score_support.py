@@ -1,10 +1,12 @@
 """Scoring over recorded supports beside masked logits, other projects' ways and dense kernels.
 
     python benchmarks/score_support.py [--quick] [--minutes 8] [--out runs/score_support]
+    python benchmarks/score_support.py --only ' 4096 real' --only 'uniform .*score_support$'
     python benchmarks/score_support.py --cpu
     python benchmarks/score_support.py --markdown runs/score_support/score_support.json
 
-The last prints the tables of docs/performance.md from what an earlier run has written.
+--only takes what it finds in "{head} {tokens} {supports} {way}". The last prints the tables of
+docs/performance.md from what an earlier run has written.
 
 Prints a row as soon as it is measured and writes all of them to score_support.json, with a picture
 beside it. Times are medians of the device's time, with the caches cold and the launches hidden;
@@ -20,9 +22,10 @@ import gc
 import importlib.metadata
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,10 @@ class Cell:
     supports: str
     rivals: Sequence[Rival]
 
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.num_tokens} {self.supports}"
+
 
 @dataclass
 class Run:
@@ -104,6 +111,7 @@ class Run:
 @click.command()
 @click.option("--quick", is_flag=True, help="32k tokens with real supports only, in 2 minutes.")
 @click.option("--cpu", is_flag=True, help="The CPU implementation beside dense logits.")
+@click.option("--only", metavar="REGEX", multiple=True, help="Measure what one of these finds.")
 @click.option("--minutes", type=float, help="Stop after these; 8, or 2 with --quick or --cpu.")
 @click.option("--seed", type=int, help="Of the inputs; another one each run if left out.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/score_support"))
@@ -111,6 +119,7 @@ class Run:
 def main(
     quick: bool,
     cpu: bool,
+    only: tuple[str, ...],
     minutes: float | None,
     seed: int | None,
     out: Path,
@@ -125,7 +134,8 @@ def main(
     run.copy_bytes_per_s = copy_bytes_per_s(device)
     print(f"{device_name(device)}, copy {run.copy_bytes_per_s / 1e12:.2f} TB/s, seed {run.seed}")
     print(HEADER)
-    measure(run, list(cpu_cells() if cpu else gpu_cells(quick)))
+    cells = cpu_cells() if cpu else gpu_cells(quick)
+    measure(run, list(chosen(cells, only) if only else cells))
     picture = out / "score_support.svg"
     picture.write_text(draw(run.rows, device_name(device)))
     print(
@@ -157,12 +167,27 @@ def gpu_cells(quick: bool) -> Iterator[Cell]:
         for shape in SHAPES:
             yield Cell(shape, 32_768, supports, (*sparse, rivals.COMPILED))
     for num_tokens in (4096, 131_072):
+        # at 131,072 tokens a gather that is padded to 512 ids takes up to 12 s a pass
+        skipped = rivals.PADDED if num_tokens > 32_768 else None
+        others = [r for r in rivals.OVER_SUPPORTS[:-1] if r is not skipped]
         for shape in SHAPES:
-            yield Cell(shape, num_tokens, "real", (rivals.PLAN, *rivals.OVER_SUPPORTS[:-1]))
-    for num_tokens in (4096, 131_072):
-        for supports in ("20 each", "50 each", "recorded", "real, uniform ids", "512 each"):
+            yield Cell(shape, num_tokens, "real", (rivals.PLAN, *others))
+        for supports in ("real, top_k 50", "50 each", "20 each"):
             for shape in SHAPES:
                 yield Cell(shape, num_tokens, supports, sparse)
+        for supports in ("real, uniform ids", "recorded", "512 each"):
+            for shape in SHAPES:
+                yield Cell(shape, num_tokens, supports, (rivals.PLAN, rivals.OURS))
+
+
+def chosen(cells: Iterable[Cell], patterns: Sequence[str]) -> Iterator[Cell]:
+    """The cells with the ways that one of `patterns` finds."""
+    for cell in cells:
+        ways = [
+            r for r in cell.rivals if any(re.search(p, f"{cell.name} {r.name}") for p in patterns)
+        ]
+        if ways:
+            yield replace(cell, rivals=ways)
 
 
 def cpu_cells() -> Iterator[Cell]:
@@ -176,9 +201,8 @@ def measure(run: Run, cells: Sequence[Cell]) -> None:
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     shape = weight = None
     for cell in cells:
-        name = f"{cell.shape} {cell.num_tokens} {cell.supports}"
         if run.spent or lost(run.device):
-            run.left_out.append(name)
+            run.left_out.append(cell.name)
             continue
         if shape != cell.shape:
             shape, weight = cell.shape, None  # the old one goes before the new one comes
@@ -186,7 +210,7 @@ def measure(run: Run, cells: Sequence[Cell]) -> None:
         try:
             measure_cell(run, cell, weight, generator)
         except torch.OutOfMemoryError:
-            run.left_out.append(f"{name}: out of memory")
+            run.left_out.append(f"{cell.name}: out of memory")
         run.write()
     run.write()
 
@@ -211,7 +235,7 @@ def measure_cell(run: Run, cell: Cell, weight: torch.Tensor, generator: torch.Ge
             continue
         for what in (FORWARD, BOTH) if rival.backward else (FORWARD,):
             if run.spent:
-                run.left_out.append(f"{cell.shape} {cell.num_tokens} {cell.supports}: {rival.name}")
+                run.left_out.append(f"{cell.name} {rival.name}")
                 return
             figures = attempt(lambda r=rival, w=what: measure_rival(run, r, w, batches, exact))
             run.add(described(run, cell, rival, what, batches[0], figures))

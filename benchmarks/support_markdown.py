@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PASSES = ("forward", "forward+backward")
+PLAN = "plan"
 OVER_SUPPORTS = "support"
 Row = dict[str, Any]
 
@@ -24,6 +25,8 @@ def tables(report: dict[str, Any]) -> str:
         parts += [f"{title}, whole vocabulary\n\n{times(others)}"] if others else []
         ours = [r for r in over_supports if r["how"] == "score_support" and supports == "real"]
         parts += [f"{title}, `score_support` alone\n\n{details(ours)}"] if ours else []
+    planned = [row for row in rows if row["pass"] == PLAN]
+    parts += [f"`plan`\n\n{plans(planned)}"] if planned else []
     return "\n\n".join(parts)
 
 
@@ -38,6 +41,17 @@ def times(rows: Sequence[Row]) -> str:
             (r["pass"], (r["hidden_size"], r["vocab_size"])): r for r in rows if r["how"] == how
         }
         lines.append(line([how, *(time(found.get(column)) for column in columns)]))
+    return "\n".join(lines)
+
+
+def plans(rows: Sequence[Row]) -> str:
+    """A line for each batch: its plan depends on the ids, hardly on the head."""
+    lines = header(["tokens", "supports", "ids", "ms", "peak MB"])
+    for supports, num_tokens in unique((row["supports"], row["num_tokens"]) for row in rows):
+        row = next(r for r in rows if (r["supports"], r["num_tokens"]) == (supports, num_tokens))
+        peak = figure(row, "peak_bytes", "{:.0f}", 1e-6)
+        ms = three_digits(row["time_ms"])
+        lines.append(line([f"{num_tokens:,}", supports, f"{row['num_ids']:,}", ms, peak]))
     return "\n".join(lines)
 
 

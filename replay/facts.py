@@ -92,19 +92,17 @@ def gather_facts(hidden: Tensor, head: Head, supports: Supports) -> Facts:
     outside = Outside.start(num_tokens, dtype, hidden.device)
     backend = _backend(hidden, head)
     width = max(1, TILE_ELEMENTS // max(1, min(num_tokens, TOKEN_CHUNK)))
-    places = _Places.sort(supports, TOKEN_CHUNK, width, len(weight))
     with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-        for i, start in enumerate(range(0, num_tokens, TOKEN_CHUNK)):
+        for start in range(0, num_tokens, TOKEN_CHUNK):
             tokens = slice(start, start + TOKEN_CHUNK)
+            offsets = supports.offsets[start : start + TOKEN_CHUNK + 1]
             shape = Shape(
                 supports.temperature[tokens], head.logit_scale, head.softcap, head.head_dtype
             )
-            for j, first in enumerate(range(0, len(weight), width)):
+            for first in range(0, len(weight), width):
                 columns = slice(first, first + width)
                 z = product(hidden[tokens], weight[columns].T, dtype)
-                entry, row, column = places.of(i, j)
-                members[entry] = z[row, column]
-                z[row, column] = -torch.inf
+                backend.take_out(z, first, supports.ids, offsets, members)
                 bias = None if head.bias is None else head.bias[columns]
                 tile = Tile(z, first, bias, supports.offsets[:0], shape)  # no targets
                 backend.outside(outside.rows(tokens), tile)
@@ -132,32 +130,6 @@ def dense_logits(hidden: Tensor, head: Head, temperature: Tensor) -> Tensor:
             z += head.bias.to(dtype)
         z = shape_logits(z, head.logit_scale, head.softcap, head.head_dtype)
     return z / temperature[:, None]
-
-
-class _Places(NamedTuple):
-    """Entries by the tile that they are in."""
-
-    entry: Tensor  # [E]
-    row: Tensor  # [E] in the tile
-    column: Tensor  # [E] in the tile
-    starts: list[int]
-    tiles_across: int
-
-    @classmethod
-    def sort(cls, supports: Supports, height: int, width: int, vocab_size: int) -> _Places:
-        across = -(-vocab_size // width)
-        rows, ids = supports.rows, supports.ids
-        tile, entry = (rows // height * across + ids // width).sort(stable=True)
-        num_tiles = -(-len(supports) // height) * across
-        # the one wait for the device: afterwards every slice is known
-        edges = torch.arange(num_tiles + 1, device=ids.device)
-        starts: list[int] = torch.searchsorted(tile, edges).tolist()
-        return cls(entry, rows[entry] % height, ids[entry] % width, starts, across)
-
-    def of(self, down: int, across: int) -> tuple[Tensor, Tensor, Tensor]:
-        tile = down * self.tiles_across + across
-        part = slice(self.starts[tile], self.starts[tile + 1])
-        return self.entry[part], self.row[part], self.column[part]
 
 
 def _shaped(members: Tensor, head: Head, supports: Supports) -> Tensor:

@@ -37,6 +37,7 @@ from replay.facts import Head, Supports, dense_logits, gather_facts
 CONDITIONS = ("prefix", "top_k", "top_p", "min_p")
 JOINT, SEQUENTIAL, EITHER = 0, 1, 2
 ROWS = 1024  # of [rows, V] logits held at once
+CUBE = 2**24  # of [rows, K, M] numbers held at once
 MORE_TIES = 64  # ids beyond the top k that are looked at for ties, one by one
 
 
@@ -73,8 +74,10 @@ def margins(hidden: Tensor, head: Head, supports: Supports, filters: Filters) ->
     """[T, 4] margins by condition, float64; +inf where a condition cannot be broken."""
     if not len(supports):
         return torch.empty(0, len(CONDITIONS), dtype=torch.float64, device=hidden.device)
+    # waits for the device, so it comes first: what follows is launched while the product runs
+    width = int(supports.counts.max())
     facts = gather_facts(hidden, head, supports)
-    members = _Members.sort(facts.members, supports)
+    members = _Members.sort(facts.members, supports, width)
     outside = facts.logsumexp_outside.double()
     joint = Rest(outside[:, None], torch.zeros_like(outside)[:, None])
     result = judge(members, facts.top_outside, joint, filters)
@@ -89,7 +92,8 @@ def margins(hidden: Tensor, head: Head, supports: Supports, filters: Filters) ->
     rows = is_sequential.nonzero().squeeze(1)
     for index in rows.split(ROWS) if len(rows) else ():
         part, part_filters = supports.take(index), filters.take(index)
-        rest = _rest(dense_logits(hidden[index], head, part.temperature), part, part_filters)
+        z = dense_logits(hidden[index], head, part.temperature)
+        rest = _rest(z, facts.logsumexp_outside[index], part, part_filters)
         found = judge(members.take(index), facts.top_outside[index], rest, part_filters)
         better = (part_filters.order == SEQUENTIAL) | (found.amin(1) > result[index].amin(1))
         result[index] = torch.where(better[:, None], found, result[index])
@@ -104,10 +108,10 @@ class _Members:
     counts: Tensor  # [T], at least 1
 
     @classmethod
-    def sort(cls, z: Tensor, supports: Supports) -> _Members:
+    def sort(cls, z: Tensor, supports: Supports, width: int) -> _Members:
+        """`width` is the size of the largest support."""
         counts, rows = supports.counts, supports.rows
         place = torch.arange(len(z), device=z.device) - supports.offsets[rows]
-        width = int(counts.max()) if len(counts) else 0
         padded = z.new_full((len(counts), width), -torch.inf, dtype=torch.float64)
         padded[rows, place] = z.double()
         return cls(padded.sort(dim=1, descending=True).values, counts)
@@ -170,12 +174,14 @@ def _before(members: _Members, rest: Rest, odds: Tensor, keeps_ties: Tensor) -> 
     spread = spread.where(spread >= 0, torch.inf)  # padding
     best = torch.maximum(spread, -slack).amin(1)
     fails = (alone < 0) & keeps_ties
-    if rest.tie.shape[1] > 1 and bool(fails.any()):
-        for m in range(1, rest.tie.shape[1]):
-            with_ties = torch.logaddexp(since[fails], rest.logsumexp[fails, m, None])
-            slack = (odds[fails, None] - before[fails] + with_ties) / 2
-            cost = torch.maximum(spread[fails], -slack).amin(1)
-            best[fails] = torch.minimum(best[fails], torch.maximum(cost, rest.tie[fails, m]))
+    if rest.tie.shape[1] > 1:
+        rows = fails.nonzero().squeeze(1)
+        for part in rows.split(max(1, CUBE // (z.shape[1] * rest.tie.shape[1]))):
+            tie, outside = rest.tie[part, None], rest.logsumexp[part, None]
+            with_ties = torch.logaddexp(since[part, :, None], outside)  # [rows, K, M]
+            slack = ((odds[part, None] - before[part])[:, :, None] + with_ties) / 2
+            cost = torch.maximum(torch.maximum(spread[part, :, None], -slack), tie)
+            best[part] = torch.minimum(best[part], cost.amin((1, 2)))
     return torch.where(fails, -best, alone)
 
 
@@ -188,8 +194,11 @@ def _stopped(members: _Members, rest: Rest, odds: Tensor, keeps_ties: Tensor) ->
     return torch.where((alone >= 0) & keeps_ties, ties_break_it, alone)
 
 
-def _rest(z: Tensor, supports: Supports, filters: Filters) -> Rest:
-    """What the top k hold beside S, from whole rows of logits z [T, V], which are overwritten."""
+def _rest(z: Tensor, outside: Tensor, supports: Supports, filters: Filters) -> Rest:
+    """What the top k hold beside S, from whole rows of logits z [T, V], which are overwritten.
+
+    `outside` [T] is the log of the sum over all ids outside S.
+    """
     z[supports.rows, supports.ids] = -torch.inf
     counts = supports.counts
     places = (filters.top_k - counts).clamp(min=0)
@@ -204,9 +213,8 @@ def _rest(z: Tensor, supports: Supports, filters: Filters) -> Rest:
     tie[:, 0] = 0
     # S holds all k: what ties with it would be in it
     tie[places == 0, 1:] = torch.inf
-    everything = z.double().logsumexp(1, keepdim=True)
     return Rest(
-        torch.cat([sums.gather(1, at), everything], 1),
+        torch.cat([sums.gather(1, at), outside[:, None].double()], 1),
         torch.cat([tie, tie[:, -1:]], 1).nan_to_num(nan=torch.inf),
     )
 

@@ -83,10 +83,11 @@ def score_support(
     weight = plain_head(weight, shard)
     bias = None if bias is None else plain_head(bias, shard)
     check_rows(hidden, weight, targets)
+    if shard is not None:
+        shard.check(len(weight))
     _check_rest(temperature, bias, main_grad, hidden, weight)
-    made = plan_for(
-        plan, len(hidden), support_ids, support_offsets, _vocab_size(weight, shard), check=check
-    )
+    vocab_size = len(weight) if shard is None else shard.vocab_size
+    made = plan_for(plan, len(hidden), support_ids, support_offsets, vocab_size, check=check)
     chosen = _choose(impl, made, hidden, weight, head_dtype)
     if shard is not None and (return_support_logprobs or chosen == "reference"):
         raise ValueError(
@@ -137,11 +138,6 @@ def _requested(scores: SupportScores, logsumexp: bool, support_logprobs: bool) -
         logsumexp=scores.logsumexp if logsumexp else None,
         support_logprobs=scores.support_logprobs if support_logprobs else None,
     )
-
-
-def _vocab_size(weight: Tensor, shard: VocabShard | None) -> int | None:
-    """None where this rank has not all rows of the head: ids above its own are others'."""
-    return len(weight) if shard is None else None
 
 
 def _choose(

@@ -108,6 +108,21 @@ def update(running: Running, tile: Tile) -> None:
     running.target.copy_(torch.where(inside, found, running.target))
 
 
+def take_out(z: Tensor, start: int, ids: Tensor, offsets: Tensor, members: Tensor) -> None:
+    """Move logits of supports out of the tile z [t, v], which begins at id `start`.
+
+    Entry e of `ids` [E] is in the row r with offsets[r] <= e < offsets[r + 1]; its logit goes to
+    members[e], and -inf takes its place. Entries of other rows or tiles are left alone.
+    """
+    entries = torch.arange(int(offsets[0]), int(offsets[-1]), device=z.device)
+    column = ids[entries] - start
+    inside = (column >= 0) & (column < z.shape[1])
+    row = torch.repeat_interleave(offsets.diff())[inside]
+    entries, column = entries[inside], column[inside]
+    members[entries] = z[row, column]
+    z[row, column] = -torch.inf
+
+
 def outside(running: Outside, tile: Tile) -> None:
     """Fold in the columns that are not -inf, in place; softcap does not bring those back."""
     z = _logits(tile) / _divisor(tile.shape)

@@ -14,10 +14,19 @@ from replay.problem import Forward
 
 @dataclass(frozen=True, eq=False)
 class VocabShard:
-    """This rank's `weight` holds the rows from `start` on; the ranks of `group` hold them all."""
+    """This rank's `weight` holds the rows from `start` on, of the `vocab_size` of all ranks."""
 
     start: int
+    vocab_size: int
     group: dist.ProcessGroup
+
+    def check(self, num_rows: int) -> None:
+        """Raise `ValueError` if `num_rows` from `start` on are not rows of the vocabulary."""
+        if not 0 <= self.start <= self.start + num_rows <= self.vocab_size:
+            raise ValueError(
+                f"shard: rows {self.start} to {self.start + num_rows} of a vocabulary of "
+                f"{self.vocab_size}"
+            )
 
 
 def merge(own: Forward, shard: VocabShard) -> Forward:

@@ -1,10 +1,12 @@
 """Record what the sampler really chose from: rollouts with their supports, in Arrow shards."""
 
+from rollout.builder import RolloutBuilder
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.conditions import finished, reward_within, sampled_by
 from rollout.engines.base import Completion, Engine, EngineInfo
 from rollout.engines.sglang.control import SGLangControl
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.vllm.engine import VLLMEngine
 from rollout.errors import RolloutError
 from rollout.prompts import Chat, Prompt
 from rollout.reader import Run, View, open_run
@@ -22,6 +24,7 @@ __all__ = [
     "Prompt",
     "Request",
     "Rollout",
+    "RolloutBuilder",
     "RolloutError",
     "Run",
     "RunWriter",
@@ -29,6 +32,7 @@ __all__ = [
     "SGLangEngine",
     "SamplingParams",
     "Support",
+    "VLLMEngine",
     "View",
     "WeightSpan",
     "collect",

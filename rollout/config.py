@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -71,21 +71,12 @@ def holds_credentials(url: str) -> bool:
     return "@" in urlsplit(url).netloc
 
 
-class SGLangConfig(Block):
-    """One or more running SGLang servers with the same model."""
+class ServerConfig(Block):
+    """What is alike for every kind of running server."""
 
-    kind: Literal["sglang"] = "sglang"
+    kind: str
     url: str | Annotated[list[str], Field(min_length=1)]
     """One endpoint, or several to spread over: least in flight first."""
-    route: Literal["generate", "chat"] = "generate"
-    """generate sends token ids to /generate. chat sends messages and tools to
-    /v1/chat/completions (0.5.18 and newer), and the server renders them."""
-    shared: bool = False
-    """Whether others send requests to these servers at the same time: refuses settings whose
-    meaning then depends on the neighbours in a batch."""
-    support_logprobs: bool = True
-    """Record the logprob of every support id, not only the sampled one: replay then knows the exact
-    KL over the support, for 4 bytes more per id."""
     prefix_affinity: bool = False
     """Send prompts that begin alike to the same endpoint, for its prefix cache."""
     queue_timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -95,21 +86,49 @@ class SGLangConfig(Block):
     down_after_s: Annotated[float, Field(gt=0)] = 600.0
     """The run stops when no endpoint has answered for so long."""
 
+    api_key_variable: ClassVar[str]
+
     @property
     def urls(self) -> list[str]:
         return [self.url] if isinstance(self.url, str) else self.url
 
     @model_validator(mode="after")
-    def _no_credentials(self) -> SGLangConfig:
+    def _no_credentials(self) -> Self:
         if any(map(holds_credentials, self.urls)):
             raise ValueError(
                 "url: holds a user name or password, which would stand in run.json; "
-                "give an API key in the environment variable SGLANG_API_KEY instead"
+                f"give an API key in the environment variable {self.api_key_variable} instead"
             )
         return self
 
 
-EngineConfig = Annotated[EmbeddedConfig | SGLangConfig, Field(discriminator="kind")]
+class SGLangConfig(ServerConfig):
+    """One or more running SGLang servers with the same model."""
+
+    kind: Literal["sglang"] = "sglang"
+    route: Literal["generate", "chat"] = "generate"
+    """generate sends token ids to /generate. chat sends messages and tools to
+    /v1/chat/completions (0.5.18 and newer), and the server renders them."""
+    shared: bool = False
+    """Whether others send requests to these servers at the same time: refuses settings whose
+    meaning then depends on the neighbours in a batch."""
+    support_logprobs: bool = True
+    """Record the logprob of every support id, not only the sampled one: replay then knows the exact
+    KL over the support, for 4 bytes more per id."""
+
+    api_key_variable = "SGLANG_API_KEY"
+
+
+class VLLMConfig(ServerConfig):
+    """One or more running vLLM servers (0.28 and newer) with the same model, started with
+    --return-sampling-mask --logprobs-mode processed_logprobs: docs/vllm.md."""
+
+    kind: Literal["vllm"] = "vllm"
+
+    api_key_variable = "VLLM_API_KEY"
+
+
+EngineConfig = Annotated[EmbeddedConfig | SGLangConfig | VLLMConfig, Field(discriminator="kind")]
 
 
 class ShardsConfig(Block):
@@ -166,5 +185,14 @@ class CollectConfig(Block):
             raise ValueError(
                 "engine.route: chat sends messages; set prompts.format=chat, or "
                 "engine.route=generate for text"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _versions_are_told(self) -> CollectConfig:
+        if self.single_weight_version and isinstance(self.engine, VLLMConfig):
+            raise ValueError(
+                "single_weight_version: a vLLM server does not say which weights sampled a "
+                "rollout; remove it, and move weights only while no rollout runs"
             )
         return self

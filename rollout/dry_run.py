@@ -19,7 +19,7 @@ from rollout.view import view_rollout
 class DryRun:
     """What was found: the endpoints, and the first rollout, None where one is not usable."""
 
-    endpoints: tuple[Examination, ...]  # none for the embedded engine
+    endpoints: tuple[Examination, ...]  # SGLang's alone; entering examines the others
     rollout: Rollout | None
 
     def as_json(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.collect import Request, Reward, collect_outcomes, make_requests
-from rollout.config import CollectConfig, EmbeddedConfig
+from rollout.config import CollectConfig, EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollout.engines.base import Engine
 from rollout.errors import ConfigError, EngineDown, NotARun, OverBudget
 from rollout.files import write_json
@@ -165,25 +165,34 @@ def make_engine(
 
         return EmbeddedEngine(config.model, engine)
     from rollout.engines.pool import EnginePool
-    from rollout.engines.sglang.engine import SGLangEngine
 
-    servers = [
-        SGLangEngine(
-            url,
-            vocab_size=vocab_size,
-            route=engine.route,
-            support_logprobs=engine.support_logprobs,
-            shared=engine.shared,
-            queue_timeout_s=engine.queue_timeout_s,
-            slowest_tokens_per_s=engine.slowest_tokens_per_s,
-        )
-        for url in engine.urls
-    ]
     return EnginePool(
-        servers,
+        [_server(url, engine, vocab_size) for url in engine.urls],
         prefix_affinity=engine.prefix_affinity,
         down_after_s=engine.down_after_s,
         stop=stop,
+    )
+
+
+def _server(url: str, config: SGLangConfig | VLLMConfig, vocab_size: int) -> Engine:
+    """One endpoint."""
+    alike: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "queue_timeout_s": config.queue_timeout_s,
+        "slowest_tokens_per_s": config.slowest_tokens_per_s,
+    }
+    if isinstance(config, VLLMConfig):
+        from rollout.engines.vllm.engine import VLLMEngine
+
+        return VLLMEngine(url, **alike)
+    from rollout.engines.sglang.engine import SGLangEngine
+
+    return SGLangEngine(
+        url,
+        route=config.route,
+        support_logprobs=config.support_logprobs,
+        shared=config.shared,
+        **alike,
     )
 
 

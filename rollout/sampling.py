@@ -14,6 +14,9 @@ from rollout.errors import NotReplayable
 GREEDY_BELOW = 1e-6
 """SGLang samples a temperature below this as temperature 1, top_k 1."""
 
+AUTO_TOP_K = 512
+"""What `top_k: auto` becomes, where the engine allows as much."""
+
 UNREPLAYABLE = {
     "watermark": "a watermark moves the logits that survive, and a support does not record by how "
     "much: remove it",

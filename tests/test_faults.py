@@ -37,8 +37,8 @@ from faults import (
 
 from rollout import errors
 from rollout.engines import pool as pool_module
-from rollout.engines.sglang.http import retry_after_s
-from rollout.engines.sglang.parse_process import INLINE_BYTES
+from rollout.engines.http import retry_after_s
+from rollout.engines.parse_process import INLINE_BYTES
 from rollout.files import read_lines
 from rollout.rules import check_content
 from rollout.schema import ERRORS_FILE, REJECTED_FILE

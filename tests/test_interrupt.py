@@ -18,7 +18,7 @@ import pytest
 from builders import write_lines
 from chaos import FakeServer, fake_reply, fake_server, running
 
-from rollout.engines.sglang.parse_process import INLINE_BYTES
+from rollout.engines.parse_process import INLINE_BYTES
 from rollout.reader import open_run
 
 NUM_PROMPTS = 40

@@ -31,8 +31,8 @@ from faults import (
 
 from rollout import errors
 from rollout.collect import Request
+from rollout.engines.parse_process import ParseProcess
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.parse_process import ParseProcess
 from rollout.engines.sglang.reply import parse_reply
 from rollout.job import collect_into
 from rollout.keeper import Progress

@@ -274,3 +274,15 @@ def test_facts_equal_the_materialised_ones(
 def test_no_tokens() -> None:
     empty = Supports(torch.empty(0, dtype=torch.int64), torch.tensor([0]), torch.empty(0))
     assert margins(torch.empty(0, 3), Head(torch.eye(3)), empty, filters(0)).shape == (0, 4)
+
+
+def test_rows_that_ties_can_save_are_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of [rows, K, M] numbers only so many are held at once."""
+    z = torch.randn(40, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    f = filters(len(z), top_k=5, top_p=0.7, order=SEQUENTIAL)
+    rows = supports_of(sampled(z + 0.5 * z.roll(1, 0), f))
+    head = Head(torch.eye(7, dtype=torch.float64))
+    whole = margins(z, head, rows, f)
+    assert (whole[:, 2] < 0).sum() > 3
+    monkeypatch.setattr("replay.margins.CUBE", 1)
+    assert torch.equal(margins(z, head, rows, f), whole)

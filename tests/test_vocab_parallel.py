@@ -84,16 +84,25 @@ def test_two_processes_score_as_one(tmp_path: Path) -> None:
     mp.spawn(rank_of_two, args=(str(tmp_path / "meeting"),), nprocs=2)
 
 
-def rank_of_two(rank: int, meeting: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_score_as_one(tmp_path: Path) -> None:
+    mp.spawn(rank_of_two, args=(str(tmp_path / "meeting"), "cuda"), nprocs=2)
+
+
+def rank_of_two(rank: int, meeting: str, kind: str = "cpu") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[kind]
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
     try:
         group = dist.group.WORLD
-        p = problem(SIZES, VOCAB, 8)
+        p = problem(SIZES, VOCAB, 8, device=kind)
         for entropy in (False, True):
             sharded_head(p, rank, entropy, CUT, group)
         sharded_head(no_ids_at_rank_0(p), rank, False, CUT, group)
-        gathered_head(rank)
+        gathered_head(rank, kind)
     finally:
         dist.destroy_process_group()
 
@@ -116,24 +125,24 @@ def sharded_head(p: dict[str, Any], rank: int, entropy: bool, cut: int, group: A
     wanted, (hidden, weight, bias) = scores_and_grads(p, entropy, softcap=5.0)
     rows = slice(0, cut) if rank == 0 else slice(cut, len(p["weight"]))
     mine = p | {"weight": p["weight"][rows], "bias": p["bias"][rows]}
-    shard = VocabShard(rows.start, group)
+    shard = VocabShard(rows.start, len(p["weight"]), group)
     got, grads = scores_and_grads(mine, entropy, softcap=5.0, shard=shard)
     for name in ("logprob", "entropy") + (() if entropy else ("logsumexp",)):
         torch.testing.assert_close(getattr(got, name), getattr(wanted, name), atol=2e-6, rtol=0)
     assert int(got.outside) == int(wanted.outside)
-    alone = torch.tensor(SIZES) == 1
+    alone = p["support_offsets"].diff() == 1
     assert torch.equal(got.logprob[alone], wanted.logprob[alone])
     for a, b in zip(grads, (hidden, weight[rows], bias[rows]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def gathered_head(rank: int) -> None:
+def gathered_head(rank: int, kind: str) -> None:
     """As FSDP2 shards it: each rank has tokens of its own; the head's gradient is their mean."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
-    parts = [problem(SIZES, VOCAB, 8, seed=seed) for seed in (0, 1)]
+    mesh = init_device_mesh(kind, (2,))
+    parts = [problem(SIZES, VOCAB, 8, device=kind, seed=seed) for seed in (0, 1)]
     for part in parts:
         part["weight"] = parts[0]["weight"]
     wanted = sum(scores_and_grads(part, False)[1][1] for part in parts) / 2
@@ -151,4 +160,22 @@ def gathered_head(rank: int) -> None:
 def test_what_a_shard_cannot_do_is_refused(options: dict[str, Any]) -> None:
     p = problem([2], 5, 3)
     with pytest.raises(ValueError, match="shard goes with"):
-        score_support(**p, shard=VocabShard(0, None), **options)  # type: ignore[arg-type]
+        score_support(**p, shard=VocabShard(0, 5, None), **options)  # type: ignore[arg-type]
+
+
+def test_an_id_that_no_rank_owns_is_refused() -> None:
+    """Without this check it would silently add nothing to its support."""
+    p = problem([2, 3], 7, 3)
+    below = int(p["support_ids"].max())
+    shard = VocabShard(0, below, None)  # type: ignore[arg-type]
+    mine = p | {"weight": p["weight"][:2], "bias": p["bias"][:2]}
+    with pytest.raises(ValueError, match=f"id {below}.* {below}"):
+        score_support(**mine, shard=shard)
+
+
+@pytest.mark.parametrize("start", [-1, 4], ids=["below", "above"])
+def test_rows_beyond_the_vocabulary_are_refused(start: int) -> None:
+    p = problem([2], 5, 3)
+    mine = p | {"weight": p["weight"][:2], "bias": p["bias"][:2]}
+    with pytest.raises(ValueError, match=f"rows {start} to {start + 2} of a vocabulary of 5"):
+        score_support(**mine, shard=VocabShard(start, 5, None))  # type: ignore[arg-type]

@@ -24,6 +24,15 @@ def update(running: Running, tile: Tile) -> None:
     )  # fmt: skip
 
 
+def take_out(z: Tensor, start: int, ids: Tensor, offsets: Tensor, members: Tensor) -> None:
+    num_tokens, num_columns = z.shape
+    if num_tokens:
+        statistics.take_out_kernel[(num_tokens,)](
+            z, ids, offsets, members, num_columns, start, z.stride(0),
+            BLOCK_E=128, num_warps=1, **OPTIONS,
+        )  # fmt: skip
+
+
 def outside(running: Outside, tile: Tile) -> None:
     num_tokens, num_columns = tile.z.shape
     if not num_tokens:

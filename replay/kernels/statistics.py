@@ -68,6 +68,22 @@ def update_kernel(
 
 
 @triton.jit
+def take_out_kernel(
+    logits, ids, offsets, members, num_columns, first_id, stride_row, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * stride_row
+    end = tl.load(offsets + token + 1)
+    for e in range(tl.load(offsets + token), end, BLOCK_E):
+        entry = e + tl.arange(0, BLOCK_E)
+        in_e = entry < end
+        column = tl.load(ids + entry, mask=in_e, other=-1).to(tl.int64) - first_id
+        inside = in_e & (column >= 0) & (column < num_columns)
+        tl.store(members + entry, tl.load(row + column, mask=inside), mask=inside)
+        tl.store(row + column, float("-inf"), mask=inside)
+
+
+@triton.jit
 def outside_kernel(
     logits, bias, temperature, tops, masses, argmaxes,
     num_columns, first_id, stride_row, scale, softcap,

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rollout.blocks import explain
 from rollout.diagnosis import Diagnosis
-from rollout.engines.sglang.json_rows import ids_array
+from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import (
     ConfigError,

@@ -29,9 +29,7 @@ from rollout.engines.truncation import Recorder, Samplers, draw, draw_uniforms, 
 from rollout.errors import ConfigError, EngineError, EngineRefused
 from rollout.prompts import Prompt, load_tokenizer
 from rollout.record import WeightSpan
-from rollout.sampling import SamplingParams
-
-AUTO_TOP_K = 512
+from rollout.sampling import AUTO_TOP_K, SamplingParams
 
 GATHER_S = 0.002
 """How long a batch waits for company: calls made in one turn of the event loop go together."""

@@ -8,13 +8,8 @@ from typing import Any
 
 import msgspec
 
-from rollout.engines.sglang.http import (
-    API_KEY_VARIABLE,
-    Answer,
-    SGLangHttp,
-    retry_after_s,
-)
-from rollout.engines.sglang.reply import BUSY, error_words
+from rollout.engines.http import BUSY, Answer, error_words, retry_after_s
+from rollout.engines.sglang.http import API_KEY_VARIABLE, SGLangHttp
 from rollout.errors import (
     EngineBusy,
     EngineFailed,

@@ -9,18 +9,16 @@ from typing import Any, Self
 import numpy as np
 
 from rollout.engines.base import Completion, EngineInfo
-from rollout.engines.sglang.http import MODEL_PATHS, SERVER_PATHS, SGLangHttp, retry_after_s
-from rollout.engines.sglang.parse_process import ParseProcess
+from rollout.engines.parse_process import ParseProcess
+from rollout.engines.sglang.http import MODEL_PATHS, SERVER_PATHS, SGLangHttp
 from rollout.engines.sglang.routes import ROUTES, RouteName
 from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import (
     DataError,
-    EngineError,
     EngineRefused,
     IdOutsideVocabulary,
     NotReplayable,
     ReplyMalformed,
-    RolloutError,
 )
 from rollout.prompts import Chat, Prompt
 from rollout.sampling import SamplingParams
@@ -167,15 +165,9 @@ class SGLangEngine:
         route, before = self._route, self._weight_version
         request = route.request(prompt, params, self._mode, self._served)
         timeout_s = self._queue_timeout_s + params.max_new_tokens / self._slowest_tokens_per_s
-        answer = await self._http.post(route.path, request, timeout_s)
-        try:
-            completion = await self._parser.parse(route.parse(prompt), answer.status, answer.body)
-        except RolloutError as error:
-            error.body = answer.body
-            error.args = (f"{self._http.url}{route.path}: {error}",)
-            if isinstance(error, EngineError):
-                error.retry_after_s = retry_after_s(answer.headers.get("Retry-After"))
-            raise
+        completion = await self._http.complete(
+            route.path, request, timeout_s, route.parse(prompt), self._parser
+        )
         return self._with_known_versions(replace(completion, engine_meta=self.meta(params)), before)
 
     def _with_known_versions(self, completion: Completion, before: str | None) -> Completion:

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from rollout.engines.base import Completion
-from rollout.engines.sglang.http import Answer, SGLangHttp
-from rollout.engines.sglang.reply import error_words, parse_reply
+from rollout.engines.http import Answer, error_words
+from rollout.engines.sglang.http import SGLangHttp
+from rollout.engines.sglang.reply import parse_reply
 from rollout.errors import EngineRefused, RolloutError, SamplingMaskMissing
 
 PROMPT = [1]

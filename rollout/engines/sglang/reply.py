@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.base import Completion
-from rollout.engines.sglang.json_rows import float_rows, id_rows, ids_array
+from rollout.engines.http import check_status
+from rollout.engines.json_rows import float_rows, id_rows, ids_array
 from rollout.engines.sglang.rules import refusal
 from rollout.errors import (
-    EngineBusy,
-    EngineFailed,
     GenerationAborted,
     LengthMismatch,
     PromptTokenCount,
@@ -30,8 +29,6 @@ from rollout.errors import (
 )
 from rollout.record import WeightSpan
 from rollout.support import Support
-
-BUSY = {429, 502, 503, 504}
 
 MASK_MISSING = (
     "the reply has no sampling mask although one was asked for. Likely causes: a router in front "
@@ -118,7 +115,7 @@ def parse_reply(status: int, body: bytes, prompt_ids: Sequence[int] | None = Non
     (needs `prompt_ids`, those that were sent), `LengthMismatch`, and `SampledOutsideSupport` where
     no logprob of the sampled id can be read. What else a rollout must fulfil, rules.py checks.
     """
-    check_status(status, body)
+    check_status(status, body, refusal)
     reply = _decode_leniently(body, _decode, lambda body: body["text"])
     return completion(reply, body, prompt_ids)
 
@@ -128,7 +125,7 @@ def parse_chat_reply(status: int, body: bytes) -> Completion:
 
     The text is that of the message; None where the server took tool calls out of it.
     """
-    check_status(status, body)
+    check_status(status, body, refusal)
     reply = _decode_leniently(
         body, _decode_chat, lambda body: body["choices"][0]["message"]["content"]
     )
@@ -140,17 +137,6 @@ def parse_chat_reply(status: int, body: bytes) -> Completion:
     if used is not None and used != len(prompt_ids):
         raise PromptTokenCount(f"{len(prompt_ids)} prompt_token_ids, but prompt_tokens is {used}")
     return replace(found, prompt_ids=prompt_ids)
-
-
-def check_status(status: int, body: bytes) -> None:
-    """Raise `EngineBusy`, `EngineRefused` or `EngineFailed`, with the server's words, unless it is
-    200."""
-    if status == 200:
-        return
-    words = f"HTTP {status}: {error_words(body)}"
-    if status in BUSY:
-        raise EngineBusy(words)
-    raise refusal(words) if 400 <= status < 500 else EngineFailed(words)
 
 
 def _decode_chat(body: bytes) -> Reply:
@@ -236,20 +222,6 @@ def _as_strict(match: re.Match[bytes]) -> bytes:
     if not match[0].startswith(b'"'):
         return b"null"
     return _PAIR_OR_HALF.sub(lambda m: b"\\\\" + m[1] if m[1] else m[0], match[0])
-
-
-def error_words(body: bytes) -> str:
-    """What the server says in an error reply, whichever of its envelopes it used."""
-    try:
-        envelope = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:500].decode(errors="replace") or "(empty body)"
-    if isinstance(envelope, dict):
-        error = envelope.get("error", envelope)
-        message = error.get("message") if isinstance(error, dict) else error
-        if isinstance(message, str):
-            return message
-    return body[:500].decode(errors="replace")
 
 
 def _check_prompt(reply: Reply, prompt_ids: Sequence[int] | None) -> None:

@@ -21,7 +21,7 @@ from rollout.errors import (
     ReplyMalformed,
     SupportOverflow,
 )
-from rollout.sampling import SamplingParams
+from rollout.sampling import AUTO_TOP_K, SamplingParams
 
 NEWEST = (0, 5, 23)  # in this table
 OLDEST = (0, 5, 16)  # the first that returns a mask
@@ -33,7 +33,6 @@ SPECULATIVE_SINCE = (0, 5, 22)
 
 CAP_FIELD = "sampling_mask_max_tokens"
 DEFAULT_CAP = 4096
-AUTO_TOP_K = 512
 MASKED_SPECULATION = ("DFLASH", "DSPARK")
 WATERMARKS = ("watermark_default_enabled", "watermark_enforce_all")
 DISTORTING = {"logit_bias", "watermark", "custom_params", "beam_width", "n"}

@@ -11,7 +11,8 @@ import pytest
 from builders import DATA, RECORDED
 
 from rollout import errors
-from rollout.engines.sglang.reply import error_words, parse_reply
+from rollout.engines.http import error_words
+from rollout.engines.sglang.reply import parse_reply
 from rollout.sampling import SamplingParams
 
 REFUSED_BY_SERVER = {  # case: what the server's words must contain, where it answers 4xx

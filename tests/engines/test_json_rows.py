@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engines.sglang.json_rows import float_rows, id_rows, ids_array
+from rollout.engines.json_rows import float_rows, id_rows, ids_array
 from rollout.errors import ReplyMalformed
 
 ids = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=6)
