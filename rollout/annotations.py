@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,19 +61,15 @@ def read_annotations(path: str | Path) -> dict[str, Annotation]:
     return annotations
 
 
-def with_annotations(
-    rollouts: Iterable[Rollout], annotations: Mapping[str, Annotation]
-) -> Iterator[Rollout]:
-    """Each rollout with its later reward, and the later keys of its `extra`."""
-    for rollout in rollouts:
-        later = annotations.get(rollout.rollout_id)
-        if later is None:
-            yield rollout
-            continue
-        before = Annotation(rollout.reward, rollout.extra)
-        now = both(before, later, rollout.rollout_id)
-        assert now.extra is not None, "the shard's is always there"
-        yield replace(rollout, reward=now.reward, extra=now.extra)
+def annotated(rollout: Rollout, annotations: Mapping[str, Annotation]) -> Rollout:
+    """`rollout` with its later reward, and the later keys of its `extra`."""
+    later = annotations.get(rollout.rollout_id)
+    if later is None:
+        return rollout
+    before = Annotation(rollout.reward, rollout.extra)
+    now = both(before, later, rollout.rollout_id)
+    assert now.extra is not None, "the shard's is always there"
+    return replace(rollout, reward=now.reward, extra=now.extra)
 
 
 def write_annotations(path: Path, annotations: Mapping[str, Annotation]) -> None:

@@ -3,7 +3,7 @@
     RolloutError
     ├── ConfigError                  what was asked for cannot be done
     │   ├── NotReplayable            ... because no trainer could replay what would come back
-    │   └── ConfigChanged            ... because the run directory was started with other settings
+    │   └── ConfigChanged            ... because what is continued was begun with other settings
     ├── DataError                    data breaks a rule of docs/format.md
     │   ├── FormatError              the bytes are not what they claim to be
     │   │   ├── NotARun              no run directory, or nothing in it
@@ -72,7 +72,7 @@ class NotReplayable(ConfigError):
 
 
 class ConfigChanged(ConfigError):
-    """The run directory was started with other settings."""
+    """What is to be continued was begun with other settings: a run directory, a pass over one."""
 
     code = "config_changed"
 

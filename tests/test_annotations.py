@@ -16,8 +16,8 @@ from rollout.annotate import annotate
 from rollout.annotations import (
     FIELDS,
     Annotation,
+    annotated,
     read_annotations,
-    with_annotations,
     write_annotations,
 )
 from rollout.directory import locked
@@ -70,13 +70,13 @@ def test_the_join_keeps_what_was_not_said() -> None:
         make_rollout("c", extra="not JSON, and not touched"),
     ]
     later = {"a:0": Annotation(None, '{"turn":2}'), "b:0": Annotation(1.0), "c:0": Annotation(0.0)}
-    got = [(r.reward, r.extra) for r in with_annotations(rollouts, later)]
+    got = [(r.reward, r.extra) for r in (annotated(r, later) for r in rollouts)]
     assert got == [
         (0.25, '{"tool":"x","turn":2}'),
         (1.0, "{}"),
         (0.0, "not JSON, and not touched"),
     ]
-    assert list(with_annotations(rollouts, {})) == rollouts
+    assert [annotated(r, {}) for r in rollouts] == rollouts
 
 
 @pytest.mark.parametrize(

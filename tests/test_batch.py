@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from builders import make_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.batch import num_input_tokens, pack
+from replay.batch import no_rollouts, num_input_tokens, pack
 from rollout.record import Rollout
 from rollout.support import Support
 
@@ -21,6 +22,8 @@ def sequence(
         prompt_ids=np.array(prompt, np.int32),
         output_ids=np.array(output, np.int32),
         support=Support.from_rows(rows),
+        sampling_logprobs=-np.arange(len(output), dtype=np.float32),
+        loss_mask=np.array([bool(row) for row in rows], np.int8),
     )
 
 
@@ -34,6 +37,21 @@ def test_the_documented_example_and_a_neighbour() -> None:
     assert batch.support_ids.tolist() == [20, 21, 21, 22, 22, 23, 40, 41]
     assert batch.support_offsets.tolist() == [0, 2, 4, 6, 8]
     assert batch.temperature.tolist() == [0.5] * 4
+    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([0, 4, 5], 4)
+    assert batch.rollout_ids == ("a:0", "b:0")
+    assert batch.rollout_index.tolist() == [0, 0, 0, 1]
+    assert batch.sampling_logprobs.tolist() == [0, -1, -2, 0]
+    assert batch.loss_mask.tolist() == [True] * 4
+
+
+def test_dtypes_are_those_that_the_kernels_and_models_take() -> None:
+    (batch,) = pack([sequence("a", [10], [20, 21])], max_tokens=100)
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    assert {name: t.dtype for name, t in vars(batch).items() if torch.is_tensor(t)} == {
+        "input_ids": int64, "position_ids": int64, "cu_seqlens": int32, "hidden_rows": int64,
+        "targets": int64, "rollout_index": int64, "support_ids": int32, "support_offsets": int64,
+        "sampling_logprobs": float32, "loss_mask": torch.bool, "temperature": float32,
+    }  # fmt: skip
 
 
 def test_forced_tokens_are_input_but_not_scored() -> None:
@@ -41,11 +59,23 @@ def test_forced_tokens_are_input_but_not_scored() -> None:
     assert batch.input_ids.tolist() == [10, 20, 21]
     assert (batch.hidden_rows.tolist(), batch.targets.tolist()) == ([0, 2], [20, 22])
     assert batch.support_offsets.tolist() == [0, 2, 4]
+    assert batch.sampling_logprobs.tolist() == [0, -2]
+    assert batch.loss_mask.tolist() == [True, True]
+    assert batch.rollout_index.tolist() == [0, 0]
 
 
 def test_a_rollout_without_output_scores_nothing() -> None:
     (batch,) = pack([sequence("a", [10, 11], [])], max_tokens=100)
     assert (batch.input_ids.tolist(), batch.targets.tolist()) == ([10, 11], [])
+    assert (batch.cu_seqlens.tolist(), batch.support_offsets.tolist()) == ([0, 2], [0])
+
+
+def test_a_batch_without_rollouts_has_one_token_to_run_and_none_to_score() -> None:
+    batch = no_rollouts(7)
+    assert (batch.number, batch.rollout_ids, batch.max_seqlen) == (7, (), 1)
+    assert (batch.input_ids.tolist(), batch.cu_seqlens.tolist()) == ([0], [0, 1])
+    assert (len(batch.hidden_rows), len(batch.targets), len(batch.support_ids)) == (0, 0, 0)
+    assert batch.support_offsets.tolist() == [0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=8), st.integers(1, 12))
@@ -55,10 +85,14 @@ def test_packing_keeps_order_and_bound(lengths: list[tuple[int, int]], max_token
         for i, (p, r) in enumerate(lengths)
     ]
     batches = list(pack(rollouts, max_tokens))
-    assert [r for batch in batches for r in batch.rollouts] == rollouts
+    by_id = {r.rollout_id: r for r in rollouts}
+    assert [i for batch in batches for i in batch.rollout_ids] == list(by_id)
+    assert [batch.number for batch in batches] == list(range(len(batches)))
     for batch in batches:
-        assert len(batch.input_ids) == sum(map(num_input_tokens, batch.rollouts))
-        assert len(batch.input_ids) <= max_tokens or len(batch.rollouts) == 1
+        inputs = [num_input_tokens(by_id[i]) for i in batch.rollout_ids]
+        assert batch.cu_seqlens.tolist() == [0, *np.cumsum(inputs)]
+        assert (len(batch.input_ids), batch.max_seqlen) == (sum(inputs), max(inputs))
+        assert len(batch.input_ids) <= max_tokens or len(batch.rollout_ids) == 1
         # the token after each scoring row is the target, unless the target ends its rollout
         following = batch.input_ids.tolist()[1:] + [None]
         starts = batch.position_ids.tolist()[1:] + [0]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from replay import Policy, ReplayConfig, make_report, score_full, score_support, verify
+from replay import Policy, ReplayConfig, batches, make_report, score_full, score_support, verify
+from rollout import RunWriter, open_run
 from rollout.collect import Request, collect
 from rollout.config import EmbeddedConfig
 from rollout.prompts import Prompt
@@ -90,3 +91,20 @@ def test_what_the_gpu_sampled_replays_on_either_device(
     report = make_report(verify(rollouts, policy, config), config.gates, {})
     assert (report.verdict, len(rollouts)) == ("consistent", 8)
     assert report.numbers["log_ratio_abs"]["max"] <= 1e-4
+
+
+def test_batches_are_pinned_and_arrive_as_they_were(
+    tmp_path: Path, rollouts: list[Rollout]
+) -> None:
+    with RunWriter(tmp_path, {}) as writer:
+        for rollout in rollouts:
+            writer.write(rollout)
+    run = open_run(tmp_path)
+    for layout in ("packed", "padded"):
+        for batch in batches(run, 100, shuffle_seed=0, layout=layout):
+            moved = vars(batch.to("cuda", non_blocking=True))
+            torch.cuda.synchronize()
+            for name, tensor in vars(batch).items():
+                if torch.is_tensor(tensor):
+                    assert tensor.is_pinned(), name
+                    assert torch.equal(moved[name].cpu(), tensor), name
