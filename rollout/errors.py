@@ -3,7 +3,8 @@
     RolloutError
     ├── ConfigError                  what was asked for cannot be done
     │   ├── NotReplayable            ... because no trainer could replay what would come back
-    │   └── ConfigChanged            ... because the run directory was started with other settings
+    │   ├── ConfigChanged            ... because the run directory was started with other settings
+    │   └── BadFacts              ... because a dump does not say it and nobody else did
     ├── DataError                    data breaks a rule of docs/format.md
     │   ├── FormatError              the bytes are not what they claim to be
     │   │   ├── NotARun              no run directory, or nothing in it
@@ -73,6 +74,12 @@ class ConfigChanged(ConfigError):
     """The run directory was started with other settings."""
 
     code = "config_changed"
+
+
+class BadFacts(ConfigError):
+    """A dump does not say how it was sampled, nor did the caller; or the two say otherwise."""
+
+    code = "bad_facts"
 
 
 class DataError(RolloutError, ValueError):
