@@ -4,6 +4,7 @@
     ├── ConfigError                  what was asked for cannot be done
     │   ├── NotReplayable            ... because no trainer could replay what would come back
     │   ├── ConfigChanged            ... because the run directory was started with other settings
+    │   ├── NotExpressible           ... because a trainer's layout has no place for it
     │   └── BadFacts              ... because a dump does not say it and nobody else did
     ├── DataError                    data breaks a rule of docs/format.md
     │   ├── FormatError              the bytes are not what they claim to be
@@ -74,6 +75,12 @@ class ConfigChanged(ConfigError):
     """The run directory was started with other settings."""
 
     code = "config_changed"
+
+
+class NotExpressible(ConfigError):
+    """A trainer's layout has no place for what these rollouts say."""
+
+    code = "not_expressible"
 
 
 class BadFacts(ConfigError):
