@@ -1,0 +1,54 @@
+"""Files of `torch.save` that hold tensors and plain containers, and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError, FormatError
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """`torch.save`, the file of which `read` reads."""
+    import torch
+
+    torch.save(dict(content), path)
+
+
+def read(path: Path, key: str) -> list[Any]:
+    """The list under `key`. No code of the file runs.
+
+    Raises `ConfigError` if it cannot be opened and `FormatError` if it is no such file, or needs a
+    class other than tensors and plain containers.
+    """
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise FormatError(f"{path}: {_explain(path, error)}") from error
+    if not isinstance(content, Mapping) or not isinstance(content.get(key), list):
+        raise FormatError(f"{path}: must be a dict with a list under {key!r}")
+    found: list[Any] = content[key]
+    return found
+
+
+def _explain(path: Path, error: Exception) -> str:
+    """Which classes the file needs, where that is what is wrong."""
+    import torch
+
+    try:
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        foreign = []
+    if not foreign:
+        return f"not a file of torch.save ({str(error).splitlines()[0]})"
+    return (
+        f"needs {', '.join(foreign)}; only tensors and plain containers are read, because reading "
+        "anything else can run code. Turn these into lists where the file was written "
+        "(array.tolist()), and save it again"
+    )
