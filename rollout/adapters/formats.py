@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.adapters import sglang_jsonl
+from rollout.adapters import miles, prime_rl, sglang_jsonl, slime, vllm
 from rollout.adapters.exporting import Write
 from rollout.adapters.importing import Reader
 
@@ -22,7 +22,11 @@ class Format:
 
 
 FORMATS = {
+    "miles": Format(write=miles.LAYOUT.write, read=miles.LAYOUT.reader(), needs_torch=True),
+    "prime-rl": Format(write=prime_rl.write, read=prime_rl.READER),
     "sglang-jsonl": Format(read=sglang_jsonl.READER),
+    "slime": Format(write=slime.LAYOUT.write, read=slime.LAYOUT.reader(), needs_torch=True),
+    "vllm": Format(read=vllm.READER),
 }
 
 READABLE = tuple(name for name, format in FORMATS.items() if format.read is not None)

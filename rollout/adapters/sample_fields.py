@@ -1,0 +1,102 @@
+"""The fields of a `Sample` of slime or miles, each read with its meaning there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.adapters.arrays import float32, int32
+from rollout.adapters.facts import Facts
+from rollout.errors import BadFacts, BadValue, LengthMismatch, NullValue
+from rollout.record import WeightSpan
+
+STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+FINISH_REASON = {status: reason for reason, status in STATUS.items()}
+
+
+def need(sample: Mapping[str, Any], key: str, where: str) -> Any:
+    if sample.get(key) is None:
+        raise NullValue(f"{where}: no {key}, which every sample needs")
+    return sample[key]
+
+
+def response_length(sample: Mapping[str, Any], total: int, where: str) -> int:
+    length = need(sample, "response_length", where)
+    if not isinstance(length, int) or not 0 <= length <= total:
+        raise LengthMismatch(
+            f"{where}: response_length is {length!r}, must be in [0, {total}], the number of tokens"
+        )
+    return length
+
+
+def loss_mask(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.int8]:
+    """As the trainer uses it: none is all ones, and a removed sample is all zeros."""
+    if sample.get("remove_sample"):
+        return np.zeros(length, np.int8)
+    if sample.get("loss_mask") is None:
+        return np.ones(length, np.int8)
+    mask = int32(sample["loss_mask"], f"{where}: loss_mask")
+    if not np.isin(mask, (0, 1)).all():
+        raise BadValue(f"{where}: loss_mask must hold only 0 and 1")
+    return mask.astype(np.int8)
+
+
+def logprobs(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.float32]:
+    values = sample.get("rollout_log_probs")
+    if values is None and length:
+        raise NullValue(
+            f"{where}: no rollout_log_probs; without the engine's logprobs there is nothing to "
+            "compare a replay with"
+        )
+    return float32([] if values is None else values, f"{where}: rollout_log_probs")
+
+
+def finish_reason(sample: Mapping[str, Any], where: str) -> str:
+    status = need(sample, "status", where)
+    if status not in FINISH_REASON:
+        raise BadValue(
+            f"{where}: status is {status!r}, must be one of {tuple(FINISH_REASON)}; "
+            "others hold no finished sampling"
+        )
+    return FINISH_REASON[status]
+
+
+def reward(sample: Mapping[str, Any], facts: Facts, where: str) -> float | None:
+    reward = sample.get("reward")
+    if isinstance(reward, Mapping):
+        if facts.reward_key is None:
+            raise BadFacts(
+                f"{where}: has the rewards {sorted(reward)}; say which one is the reward: "
+                "rollout import --reward-key NAME, or Facts(reward_key=…)"
+            )
+        reward = need(reward, facts.reward_key, f"{where}, reward")
+    if reward is not None and not isinstance(reward, (int, float)):
+        raise BadValue(f"{where}: reward must be a number, got {reward!r}")
+    return None if reward is None else float(reward)
+
+
+def spans(
+    sample: Mapping[str, Any], prompt: int, length: int, where: str
+) -> tuple[tuple[WeightSpan, ...], list[str] | None]:
+    """Spans of weight versions; and the versions, where it is not known which token has which.
+
+    slime, and miles at first, append a version for every call; later miles a list of spans, in
+    positions of the whole sequence.
+    """
+    calls = sample.get("weight_versions") or []
+    if all(isinstance(version, (str, int)) for version in calls):
+        versions = [str(version) for version in calls]
+        if len(set(versions)) <= 1:
+            return tuple(WeightSpan(version, 0, length) for version in versions[:1]), None
+        return (), versions
+    try:
+        spans = [span for call in calls for span in call]
+        return tuple(
+            WeightSpan(str(s["version"]), s["abs_start"] - prompt, s["abs_end"] - prompt)
+            for s in spans
+        ), None
+    except (KeyError, TypeError) as error:
+        raise BadValue(f"{where}: weight_versions must be names or spans ({error!r})") from error
