@@ -8,7 +8,7 @@ import click
 
 from cli.options import echo_json, json_option, needs_torch, reports_errors
 from cli.progress import ProgressReport
-from rollout.adapters.formats import FORMATS, WRITABLE
+from rollout.adapters.formats import FORMATS, WRITABLE, writer
 
 
 @click.command()
@@ -17,10 +17,17 @@ from rollout.adapters.formats import FORMATS, WRITABLE
 @click.option("--out", metavar="PATH", type=click.Path(path_type=Path), required=True)
 @click.option("--overwrite", is_flag=True, help="Replace PATH if it is there.")
 @click.option("--without-aborted", is_flag=True, help="Leave out rollouts that were aborted.")
+@click.option("--pad-id", type=click.IntRange(min=0), help="The id that fills rows (verl only).")
 @json_option
 @reports_errors
 def export(
-    run: Path, name: str, out: Path, overwrite: bool, without_aborted: bool, as_json: bool
+    run: Path,
+    name: str,
+    out: Path,
+    overwrite: bool,
+    without_aborted: bool,
+    pad_id: int | None,
+    as_json: bool,
 ) -> None:
     """Write the rollouts of DIR as a file that a trainer reads.
 
@@ -33,13 +40,11 @@ def export(
     """
     from rollout.adapters.exporting import export_run
 
-    format = FORMATS[name]
-    assert format.write is not None, "only formats that can be written are offered"
-    if format.needs_torch:
+    if FORMATS[name].needs_torch:
         needs_torch()
     with ProgressReport("export") as progress:
         result = export_run(
-            format.write,
+            writer(name, pad_id),
             run,
             out,
             overwrite=overwrite,

@@ -10,6 +10,7 @@ That is a forced token here. Supports with their logprobs are not part of that r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.adapters import torch_file
-from rollout.adapters.arrays import float32, int32
+from rollout.adapters.arrays import float32, int32, plain
 from rollout.adapters.batching import need_output_tokens, rewards_of, rows_of_a_batch
 from rollout.adapters.carried import KEY, carry, read_carried, restore
 from rollout.adapters.facts import SAMPLER, Facts, complete
 from rollout.adapters.groups import grouped
+from rollout.adapters.importing import Reader
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
 from rollout.errors import BadValue, LengthMismatch, NotExpressible, NullValue
@@ -89,14 +91,7 @@ def from_skyrl(output: Mapping[str, Any], facts: Facts | None = None) -> Iterato
     has them, name the rollouts. Raises `BadFacts`, `NullValue` for a field that is not there,
     `BadValue` for one in another form, and the `DataError` of the first rule that a row breaks.
     """
-    columns = {name: _column(output, name) for name in NEEDED}
-    columns |= {name: output[name] for name in (KEY, TRAJECTORY) if output.get(name) is not None}
-    length = len(columns["response_ids"])
-    for name, column in columns.items():
-        if len(column) != length:
-            raise LengthMismatch(f"{name}: has {len(column)} entries, response_ids have {length}")
-    for index in range(length):
-        row = {name: column[index] for name, column in columns.items()}
+    for index, row in _rows(output):
         rollout = _rollout(row, index, facts or Facts())
         check_format(rollout)
         check_content(rollout)
@@ -130,6 +125,18 @@ def _table(rollout: Rollout, width: int) -> NDArray[np.int32]:
     table = np.full((len(support), width), NO_ID, np.int32)
     table[np.arange(width) < support.counts[:, None]] = support.ids
     return table
+
+
+def _rows(output: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What the output says of each rollout."""
+    columns = {name: _column(output, name) for name in NEEDED}
+    columns |= {name: output[name] for name in (KEY, TRAJECTORY) if output.get(name) is not None}
+    length = len(columns["response_ids"])
+    for name, column in columns.items():
+        if len(column) != length:
+            raise LengthMismatch(f"{name}: has {len(column)} entries, response_ids have {length}")
+    for index in range(length):
+        yield index, {name: column[index] for name, column in columns.items()}
 
 
 def _column(output: Mapping[str, Any], name: str) -> list[Any]:
@@ -201,3 +208,11 @@ def _support(table: Any, where: str) -> Support:
     if (is_id[:, 1:] > is_id[:, :-1]).any():
         raise BadValue(f"{where}: {SUPPORT} has an id behind {NO_ID}, which may only be at the end")
     return Support.from_counts(table[is_id], is_id.sum(axis=1))
+
+
+READER = Reader(
+    items=lambda path: _rows(load_skyrl(path)),
+    parse=_rollout,
+    body=lambda row: json.dumps(plain(row)).encode(),
+    numbers="row",
+)

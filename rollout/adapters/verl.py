@@ -85,7 +85,7 @@ def to_verl(
     return {"tensors": _tensors(arrays), **_beside(rows)}
 
 
-def write_verl(rollouts: Iterable[Rollout], path: Path, *, pad_id: int) -> tuple[str, ...]:
+def write_verl(rollouts: Iterable[Rollout], path: Path, pad_id: int) -> tuple[str, ...]:
     """`to_verl` as a file of `torch.save`, prompt by prompt; arrays are lists of tensors in it."""
     import torch
 
