@@ -28,7 +28,7 @@ from rollout.adapters.groups import grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
-from rollout.errors import BadValue, LengthMismatch, NotExpressible, NullValue
+from rollout.errors import BadValue, FormatError, LengthMismatch, NotExpressible, NullValue
 from rollout.record import Rollout
 from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
@@ -109,9 +109,17 @@ def write_skyrl(rollouts: Iterable[Rollout], path: Path) -> tuple[str, ...]:
 
 
 def load_skyrl(path: Path) -> dict[str, Any]:
-    """The `GeneratorOutput` in a file of `write_skyrl`. No code of the file runs."""
+    """The `GeneratorOutput` in a file of `write_skyrl`. No code of the file runs.
+
+    Raises `ConfigError` if it cannot be opened, `FormatError` if it is no such file.
+    """
+    import torch
+
     output = torch_file.load(path, needs=NEEDED)
-    return output | {SUPPORT: [table.numpy() for table in output[SUPPORT]]}
+    tables = output[SUPPORT]
+    if not isinstance(tables, list) or not all(isinstance(t, torch.Tensor) for t in tables):
+        raise FormatError(f"{path}: {SUPPORT} must be a list of tensors")
+    return output | {SUPPORT: [table.numpy() for table in tables]}
 
 
 def _table(rollout: Rollout, width: int) -> NDArray[np.int32]:

@@ -101,7 +101,10 @@ def write_verl(rollouts: Iterable[Rollout], path: Path, pad_id: int) -> tuple[st
 
 
 def load_verl(path: Path) -> dict[str, Any]:
-    """The arguments of `DataProto.from_dict` in a file of `write_verl`. No code of it runs."""
+    """The arguments of `DataProto.from_dict` in a file of `write_verl`. No code of it runs.
+
+    Raises `ConfigError` if it cannot be opened, `FormatError` if it is no such file.
+    """
     content = torch_file.load(path, needs=("tensors", "non_tensors", "meta_info"))
     columns = {
         name: _objects([x.numpy() if hasattr(x, "numpy") else x for x in column])

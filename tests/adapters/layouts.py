@@ -51,20 +51,38 @@ def multi_turn() -> Rollout:
     )
 
 
-def recorded(name: str) -> list[Rollout]:
-    """A recorded set, each rollout with a reward that float32 holds."""
+def empty(**changes: Any) -> Rollout:
+    """A rollout that ended before its first output token."""
+    return scored(
+        output_ids=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.int8),
+        sampling_logprobs=np.zeros(0, np.float32),
+        support=Support.from_rows([]),
+        full_logprobs=None,
+        support_logprobs=None,
+        weight_versions=(),
+        **changes,
+    )
+
+
+def recorded(name: str) -> list[list[Rollout]]:
+    """A recorded set as a batch for each of its temperatures; rewards are what float32 holds."""
     lines = [json.dumps(line).encode() for line in recorded_lines(name)]
     parsed = [parse_line(line, f"line-{i:06d}") for i, line in enumerate(lines)]
-    return [replace(rollout, reward=i / 4) for i, rollout in enumerate(parsed)]
+    batches: dict[float, list[Rollout]] = {}
+    for i, rollout in enumerate(parsed):
+        batches.setdefault(rollout.temperature, []).append(replace(rollout, reward=i / 4))
+    return list(batches.values())
 
 
-def assert_same_tokens(got: dict[str, Any], wanted: Rollout) -> None:
-    """What every layout holds: `got` has fields of `Rollout`, `support_rows` for the support."""
-    np.testing.assert_array_equal(got["prompt_ids"], wanted.prompt_ids)
-    np.testing.assert_array_equal(got["output_ids"], wanted.output_ids)
-    np.testing.assert_array_equal(got["loss_mask"], wanted.loss_mask)
-    logprobs = np.asarray(got["sampling_logprobs"])
-    np.testing.assert_array_equal(logprobs.astype(np.float32), wanted.sampling_logprobs)
-    np.testing.assert_array_equal(logprobs, wanted.sampling_logprobs)
-    np.testing.assert_array_equal(got["support_ids"], wanted.support.ids)
-    np.testing.assert_array_equal(got["support_offsets"], wanted.support.offsets)
+def assert_holds(wanted: Rollout, **got: Any) -> None:
+    """Columns of `wanted`, with values and, where they are arrays, dtypes."""
+    columns = vars(wanted) | {
+        "support_ids": wanted.support.ids,
+        "support_offsets": wanted.support.offsets,
+    }
+    for name, value in got.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(value, columns[name], err_msg=name, strict=True)
+        else:
+            assert value == columns[name], name
