@@ -103,7 +103,11 @@ def test_the_batch_that_is_trained_on_is_what_was_recorded(
     batch = trainer.batches[0]
     for i, r in enumerate(rollouts):
         prompt, length = len(r.prompt_ids), r.num_output_tokens
-        row = {name: batch[name][i] for name in batch if torch.is_tensor(batch[name]) and batch[name].ndim}
+        row = {
+            name: batch[name][i]
+            for name in batch
+            if torch.is_tensor(batch[name]) and batch[name].ndim
+        }
         assert row["prompt_ids"][-prompt:].tolist() == r.prompt_ids.tolist()
         assert row["prompt_mask"].sum() == prompt
         assert row["completion_ids"][:length].tolist() == r.output_ids.tolist()

@@ -94,13 +94,16 @@ def replayed(model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
     return rows
 
 
-@torch.inference_mode()
-def logits(model: Path, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """[B, T, V] As a trainer computes them, from padded rows."""
+@torch.no_grad()
+def hidden_and_head(
+    model: Path, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T, D] and [V, D], from padded rows as a trainer has them."""
     from rollout.engines.hf import load_model
 
     loaded = load_model(str(model), dtype="float32", device="cpu", trust_remote_code=False)
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    output = loaded(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions)
-    scores: torch.Tensor = output.logits.float()
-    return scores
+    hidden = loaded.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions
+    ).last_hidden_state
+    return hidden, loaded.get_output_embeddings().weight.detach()
