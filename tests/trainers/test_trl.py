@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from datasets import Dataset
 
 from rollout.adapters.trl import to_trl
 from rollout.record import Rollout
 from rollout.support import Support
 
 trl = pytest.importorskip("trl")
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
 from trainers.tiny_rollouts import TEMPERATURE, sample, with_tool_output  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
