@@ -67,6 +67,11 @@ def _to_sample(r: Rollout, env_name: str) -> TrainingSample:
             f"{r.rollout_id}: aborted, and a sample of prime-rl cannot say so; leave it out "
             "(rollout export --without-aborted)"
         )
+    if r.is_forced.all():
+        raise ConfigError(
+            f"{r.rollout_id}: no token of it was sampled, and prime-rl would take it for a prompt; "
+            "leave it out"
+        )
     prompt = len(r.prompt_ids)
     total = prompt + r.num_output_tokens
     counts = np.concatenate([np.zeros(prompt, np.int32), r.support.counts])
@@ -203,9 +208,12 @@ def _identity(sample: TrainingSample, number: int) -> tuple[str, int]:
 
 def write(rollouts: Iterable[Rollout], path: Path) -> tuple[str, ...]:
     """A file of `list[TrainingSample]`; what to mind comes back in sentences."""
-    samples = to_prime_rl(rollouts)
-    path.write_bytes(msgspec.msgpack.encode(samples))
-    return ("the samples have no advantages: set them before prime-rl trains on these",)
+    kept = list(rollouts)
+    path.write_bytes(msgspec.msgpack.encode(to_prime_rl(kept)))
+    notes = ["the samples have no advantages: set them before prime-rl trains on these"]
+    if late := sum(bool(r.is_forced[0]) for r in kept):
+        notes.append(f"{late} rollouts start with forced tokens, which are prompt in a sample")
+    return tuple(notes)
 
 
 def _items(path: Path) -> Iterator[tuple[int, TrainingSample | Filler]]:
