@@ -15,7 +15,7 @@ from builders import RECORDED, assert_same_rollout, make_rollout, make_two_turns
 from rollout import errors
 from rollout.adapters.facts import Facts
 from rollout.adapters.prime_rl import READER, from_prime_rl, to_prime_rl, write
-from rollout.adapters.prime_rl_types import Filler, MicroBatch, SamplingMask, TrainingSample
+from rollout.adapters.prime_rl_types import Filler, MicroBatch, SamplingMask
 from rollout.record import Rollout
 
 FACTS = Facts(top_p=0.875, top_k=2, min_p=0.0, max_new_tokens=8, finish_reason="stop")
@@ -118,10 +118,8 @@ def test_a_release_with_more_fields_is_read(tmp_path: Path) -> None:
 
 
 def test_structs_of_prime_rl_itself_are_read() -> None:
-    class Theirs(TrainingSample, array_like=True):
-        pass
-
-    theirs = Theirs(**msgspec.structs.asdict(to_prime_rl([make_rollout()])[0]))
+    ours = msgspec.structs.asdict(to_prime_rl([make_rollout()])[0])
+    theirs = msgspec.defstruct("TrainingSample", list(ours), array_like=True)(**ours)
     (rollout,) = from_prime_rl([theirs], FACTS)
     assert rollout.support.counts.tolist() == [2, 0, 1]
     with pytest.raises(errors.BadValue, match="^sample 0: must be a TrainingSample"):
