@@ -22,7 +22,7 @@ import numpy as np
 
 from rollout.adapters.arrays import float32, int32
 from rollout.adapters.facts import SAMPLER, Facts, complete
-from rollout.adapters.groups import grouped
+from rollout.adapters.groups import checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.prime_rl_types import (
     Filler,
@@ -44,7 +44,6 @@ from rollout.errors import (
     NotReplayable,
 )
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
@@ -56,9 +55,10 @@ def to_prime_rl(rollouts: Iterable[Rollout], env_name: str = "") -> list[Trainin
     """A `TrainingSample` of each rollout, T = P + R tokens; those of one prompt side by side.
 
     `trace_id` is the rollout id. `advantages` are yours to set before prime-rl trains on one.
-    Raises `ConfigError` for an aborted rollout: a sample cannot say that it is one.
+    Raises `ConfigError` for a rollout that is aborted or has no sampled token, which a sample
+    cannot say, and the `DataError` of the first rule that one breaks.
     """
-    return [_to_sample(rollout, env_name) for rollout in grouped(rollouts)]
+    return [_to_sample(rollout, env_name) for rollout in grouped(checked(rollouts))]
 
 
 def _to_sample(r: Rollout, env_name: str) -> TrainingSample:
@@ -99,11 +99,8 @@ def from_prime_rl(samples: Iterable[Any], facts: Facts | None = None) -> Iterato
     starts at the first token with a support. Raises `BadFacts`, and the `DataError` of the first
     rule that a sample breaks.
     """
-    for number, sample in enumerate(samples):
-        rollout = parse(_ours(sample, number), number, facts or Facts())
-        check_format(rollout)
-        check_content(rollout)
-        yield rollout
+    known = facts or Facts()
+    return checked(parse(_ours(sample, n), n, known) for n, sample in enumerate(samples))
 
 
 def parse(sample: TrainingSample | Filler, number: int, facts: Facts) -> Rollout:

@@ -21,14 +21,13 @@ from rollout.adapters import torch_file
 from rollout.adapters.arrays import int32, plain
 from rollout.adapters.carried import KEY, carry, read_carried, restore
 from rollout.adapters.facts import SAMPLER, Facts, complete
-from rollout.adapters.groups import check_one_temperature, grouped
+from rollout.adapters.groups import check_one_temperature, checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sample_fields import STATUS
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
 from rollout.errors import BadValue, NotReplayable
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
@@ -71,9 +70,10 @@ class Layout:
     def to_samples(self, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
         """A sample of each rollout; those of one prompt stand together, numbered alike.
 
-        `ConfigError` if their temperatures differ: the trainer divides all logits by one.
+        Raises `ConfigError` if their temperatures differ, because the trainer divides all logits by
+        one, and the `DataError` of the first rule that a rollout breaks.
         """
-        ordered = grouped(rollouts)
+        ordered = grouped(checked(rollouts))
         check_one_temperature(ordered, self.trainer)
         groups: dict[str, int] = {}
         return [
@@ -101,11 +101,8 @@ class Layout:
 
     def from_samples(self, samples: Iterable[Any], facts: Facts | None) -> Iterator[Rollout]:
         """The rollout of each sample, checked against every rule."""
-        for number, item in _items(samples):
-            rollout = self.parse(item, number, facts or Facts())
-            check_format(rollout)
-            check_content(rollout)
-            yield rollout
+        known = facts or Facts()
+        return checked(self.parse(item, number, known) for number, item in _items(samples))
 
     def parse(self, item: Item, number: int, facts: Facts) -> Rollout:
         """The rollout of one sample; raises the `RolloutError` that says why it cannot be one."""

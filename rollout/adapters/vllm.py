@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rollout.adapters.arrays import float32, int32
 from rollout.adapters.facts import Facts, complete
+from rollout.adapters.groups import checked
 from rollout.adapters.importing import Reader
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
@@ -34,7 +35,6 @@ from rollout.errors import (
     SamplingMaskMissing,
 )
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
@@ -80,12 +80,12 @@ def from_vllm(answers: Iterable[Any], facts: Facts | None = None) -> Iterator[Ro
     takes from the model's generation_config.json. Raises `BadFacts`, `SamplingMaskMissing`, and the
     `DataError` of the first rule that an answer breaks.
     """
-    for number, answer in enumerate(answers):
-        for item in _choices(answer, f"answer {number}", f"answer-{number:06d}"):
-            rollout = parse(item, number, facts or Facts())
-            check_format(rollout)
-            check_content(rollout)
-            yield rollout
+    known = facts or Facts()
+    return checked(
+        parse(choice, number, known)
+        for number, answer in enumerate(answers)
+        for choice in _choices(answer, f"answer {number}", f"answer-{number:06d}")
+    )
 
 
 def parse(answer: Answer, number: int, facts: Facts) -> Rollout:

@@ -230,7 +230,11 @@ def test_what_a_sample_does_not_say_must_be_said() -> None:
             id="aborted",
         ),
         pytest.param(
-            make_rollout(support=make_rollout().support.take(np.array([1, 1, 1]))),
+            make_rollout(
+                support=make_rollout().support.take(np.array([1, 1, 1])),
+                support_logprobs=None,
+                loss_mask=np.zeros(3, np.int8),
+            ),
             "^7:0: no token of it was sampled",
             id="nothing sampled",
         ),

@@ -333,3 +333,9 @@ def test_an_aborted_sample_without_tokens_is_a_rollout() -> None:
     )
     (rollout,) = from_slime([sample], FACTS)
     assert (rollout.rollout_id, rollout.num_output_tokens) == ("4:0#abort0", 0)
+
+
+def test_a_rollout_that_breaks_a_rule_is_not_handed_on() -> None:
+    odd = make_rollout(output_ids=np.array([7, 8, 2], np.int32))
+    with pytest.raises(errors.SampledOutsideSupport, match="^7:0: output token 0: sampled id 7"):
+        to_slime([odd])
