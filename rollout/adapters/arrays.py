@@ -32,6 +32,14 @@ def float32(values: Any, where: str) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
+def flags(values: Any, where: str) -> NDArray[np.int8]:
+    """One int8 per value; `BadValue` unless each is 0 or 1, or false or true."""
+    array = _flat(values, where)
+    if array.size and (array.dtype.kind not in "iub" or not np.isin(array, (0, 1)).all()):
+        raise BadValue(f"{where}: must hold only 0 and 1")
+    return array.astype(np.int8)
+
+
 def _flat(values: Any, where: str) -> NDArray[Any]:
     try:
         array = np.asarray(values)

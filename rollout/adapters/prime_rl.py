@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from rollout.adapters.arrays import float32, int32
-from rollout.adapters.facts import SAMPLER, Facts, complete
+from rollout.adapters.facts import ALL_FACTS, Facts, complete
 from rollout.adapters.groups import checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.prime_rl_types import (
@@ -47,7 +47,6 @@ from rollout.record import Rollout
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
-NEEDED = (*SAMPLER, "finish_reason")
 OUR_TRACE_ID = re.compile(r"(?s)(.+):(\d+)")
 
 
@@ -129,7 +128,7 @@ def parse(sample: TrainingSample | Filler, number: int, facts: Facts) -> Rollout
         )
     sampled = support.counts > 0
     said = {"temperature": _temperature(sample, sampled, where)}
-    settings = complete(said, facts, where, NEEDED)
+    settings = complete(said, facts, where, ALL_FACTS)
     finish_reason = settings.pop("finish_reason")
     prompt_id, sample_index = _identity(sample, number)
     completion = Completion(

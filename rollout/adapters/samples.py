@@ -20,7 +20,7 @@ from rollout.adapters import sample_fields as read_field
 from rollout.adapters import torch_file
 from rollout.adapters.arrays import int32, plain
 from rollout.adapters.carried import KEY, carry, read_carried, restore
-from rollout.adapters.facts import SAMPLER, Facts, complete
+from rollout.adapters.facts import ALL_FACTS, SAMPLER, Facts, complete
 from rollout.adapters.groups import check_one_temperature, checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sample_fields import STATUS
@@ -135,7 +135,8 @@ class Layout:
             "reward": read_field.reward(sample, facts, where),
         }
         if carried is not None:
-            complete({name: getattr(carried, name) for name in SAMPLER}, facts, where)
+            known = {name: getattr(carried, name) for name in SAMPLER}
+            complete(known | {"finish_reason": said["finish_reason"]}, facts, where, ALL_FACTS)
             if supports.logprobs is not None:
                 said["support_logprobs"] = supports.logprobs
             return restore(carried, **said, **scored)
@@ -174,14 +175,15 @@ def _new(
     where: str,
 ) -> Rollout:
     """The rollout of a sample that the trainer itself wrote: the caller says how it was sampled."""
-    settings = complete({}, facts, where)
+    settings = complete({"finish_reason": said["finish_reason"]}, facts, where, ALL_FACTS)
+    del settings["finish_reason"]
     spans, unclear = read_field.spans(
         sample, len(said["prompt_ids"]), len(said["output_ids"]), where
     )
-    prompt = sample.get("prompt") or None
+    is_chat = isinstance(sample.get("prompt"), list)
     kept = {
         "label": sample.get("label"),
-        "messages": None if isinstance(prompt, str) else prompt,
+        "messages": sample["prompt"] if is_chat else None,
         "metadata": sample.get("metadata") or None,
         "weight_versions": unclear,
     }
@@ -193,7 +195,7 @@ def _new(
         support_logprobs=support_logprobs,
         finish_reason=said["finish_reason"],
         weight_versions=spans,
-        text=sample.get("response") or None,
+        text=read_field.text(sample, "response", where),
         engine_meta={"engine": "sglang", "source": "import"},
     )
     return completion.to_rollout(
@@ -202,7 +204,7 @@ def _new(
         prompt_ids=said["prompt_ids"],
         params=recorded_params(settings),
         sampling_params=canonical_json(settings),
-        prompt_text=prompt if isinstance(prompt, str) else None,
+        prompt_text=None if is_chat else read_field.text(sample, "prompt", where),
         extra=canonical_json({k: plain(v) for k, v in kept.items() if v is not None}),
     )
 

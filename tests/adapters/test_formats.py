@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import assert_same_rollout, make_rollout, make_two_turns
+from builders import (
+    RECORDED,
+    assert_same_rollout,
+    make_rollout,
+    make_two_turns,
+    recorded_lines,
+    write_lines,
+)
 from click.testing import CliRunner, Result
 
 from cli.main import cli
@@ -170,3 +177,12 @@ def test_a_file_that_needs_a_foreign_class_is_refused(tmp_path: Path) -> None:
     assert refused.exit_code == 3
     assert "only tensors and plain containers are read" in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_recorded_lines_say_their_settings_themselves(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "d.jsonl", recorded_lines(RECORDED[0])[:1])
+    common = ("import", "--from", "sglang-jsonl", file, "--out", tmp_path / "run")
+    refused = run(*common, "--temperature", "1")
+    assert refused.exit_code == 2
+    assert "each line says how it was sampled" in refused.stderr
+    assert run(*common).exit_code == 0

@@ -185,6 +185,13 @@ def test_a_sample_of_slimes_own_becomes_a_rollout() -> None:
     assert (rollout.prompt_text, rollout.output_text, rollout.reward) == ("why", "because", 0.5)
 
 
+def test_messages_stand_in_extra() -> None:
+    messages = [{"role": "user", "content": "why"}]
+    (rollout,) = from_slime([written_by_slime(prompt=messages, response="")], FACTS)
+    assert (rollout.prompt_text, rollout.output_text) == (None, None)
+    assert json.loads(rollout.extra)["messages"] == messages
+
+
 def test_samples_of_a_group_are_numbered_in_their_order() -> None:
     samples = [written_by_slime(group_index=g) for g in (1, 2, 1, None)]
     ids = [r.rollout_id for r in from_slime(samples, FACTS)]
@@ -243,6 +250,18 @@ def test_what_an_exported_dump_says_need_not_be_said_and_cannot_be_denied() -> N
     assert len(list(from_slime(samples, Facts(temperature=0.5)))) == 1
     with pytest.raises(errors.BadFacts, match=r"^sample 0: temperature is 0.5 there, and 1.0 was"):
         list(from_slime(samples, Facts(temperature=1.0)))
+    with pytest.raises(errors.BadFacts, match=r"finish_reason is 'stop' there, and 'length' was"):
+        list(from_slime(samples, Facts(finish_reason="length")))
+
+
+def test_a_number_that_no_shard_holds_is_refused() -> None:
+    facts = Facts(**{**vars(FACTS), "max_new_tokens": 2**31})
+    with pytest.raises(errors.BadValue, match="max_new_tokens is 2147483648, must fit into 32"):
+        list(from_slime([written_by_slime()], facts))
+    (sample,) = to_slime([make_rollout()])
+    sample["metadata"]["rollout"]["attempts"] = 2**31
+    with pytest.raises(errors.BadValue, match=r"not what an export left: .*attempts"):
+        list(from_slime([sample]))
 
 
 def test_greedy_is_stored_as_the_sampler_ran() -> None:
@@ -281,10 +300,15 @@ BROKEN = [
         id="outside",
     ),
     pytest.param({"status": "failed"}, errors.BadValue, "status is 'failed'", id="failed"),
+    pytest.param({"status": []}, errors.BadValue, "status is \\[\\]", id="status of no type"),
     pytest.param({"status": "aborted"}, None, "", id="aborted is no error"),
+    pytest.param({"loss_mask": [True] * 3 + [False] * 2 + [True] * 2}, None, "", id="flags"),
+    pytest.param({"loss_mask": [[1]]}, errors.BadValue, "one flat row", id="nested mask"),
+    pytest.param({"response": 3}, errors.BadValue, "response must be a text", id="no text"),
     pytest.param({"reward": "good"}, errors.BadValue, "must be a number", id="reward"),
     pytest.param({"multimodal_inputs": {}}, errors.NotReplayable, "token ids alone", id="images"),
-    pytest.param({"weight_versions": [{}]}, None, "", id="a call without spans is no error"),
+    pytest.param({"weight_versions": [[]]}, None, "", id="a call without spans is no error"),
+    pytest.param({"weight_versions": 3}, errors.BadValue, "names or spans", id="no versions"),
     pytest.param({"weight_versions": [[1]]}, errors.BadValue, "names or spans", id="versions"),
     pytest.param({"metadata": {"rollout": 1}}, errors.BadValue, "export left", id="carried"),
 ]

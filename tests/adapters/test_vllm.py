@@ -260,6 +260,18 @@ BROKEN = [
     pytest.param(
         line(params=PARAMS | {"top_q": 1}), errors.NotReplayable, "top_q", id="unknown setting"
     ),
+    pytest.param(
+        line(choice(sampling_mask=3)), errors.BadValue, "a list for each", id="mask of no form"
+    ),
+    pytest.param(
+        line(params=PARAMS | {"temperature": "hot"}),
+        errors.NotReplayable,
+        "temperature",
+        id="a temperature of no type",
+    ),
+    pytest.param(
+        line(choice(index="0")), errors.BadValue, r"choices\[0\].index", id="index of no type"
+    ),
     pytest.param({"response": {}}, errors.BadValue, '"request"', id="no choices"),
     pytest.param([1], errors.BadValue, '"request"', id="no object"),
 ]
