@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from cli.options import echo_json, json_option, needs_torch, reports_errors
+from cli.progress import ProgressReport
 from rollout.adapters.formats import FORMATS, READABLE
 
 SAMPLED = "What it was sampled with, where the file does not say it"
@@ -64,15 +65,17 @@ def import_(
         loaded = load_tokenizer(tokenizer)
         identity = describe_tokenizer(loaded, tokenizer)
         vocab_size = vocabulary_size(loaded, tokenizer)
-    result = import_file(
-        format.read,
-        file,
-        out,
-        name=name,
-        facts=Facts(**said),
-        vocab_size=vocab_size,
-        tokenizer=identity,
-    )
+    with ProgressReport("import") as progress:
+        result = import_file(
+            format.read,
+            file,
+            out,
+            name=name,
+            facts=Facts(**said),
+            vocab_size=vocab_size,
+            tokenizer=identity,
+            progress=progress.update,
+        )
     rejected = sum(result.rejected.values())
     if as_json:
         echo_json(result.as_dict())

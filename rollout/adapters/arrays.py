@@ -16,9 +16,10 @@ def int32(values: Any, where: str) -> NDArray[np.int32]:
     """One int32 per value; `BadValue` unless `values` is one flat row of such integers."""
     array = _flat(values, where)
     if array.size and (
-        array.dtype.kind not in "iub" or array.max() >= 2**31 or array.min() < -(2**31)
+        array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31
     ):
-        raise BadValue(f"{where}: must be integers of 32 bits, got {_describe(array)}")
+        odd = next(v for v in array.tolist() if type(v) is not int or not -(2**31) <= v < 2**31)
+        raise BadValue(f"{where}: must be integers of 32 bits, got {odd!r}")
     return array.astype(np.int32)
 
 
@@ -26,8 +27,17 @@ def float32(values: Any, where: str) -> NDArray[np.float32]:
     """One float32 per value; `BadValue` unless `values` is one flat row of numbers."""
     array = _flat(values, where)
     if array.size and array.dtype.kind not in "fiu":
-        raise BadValue(f"{where}: must be numbers, got {_describe(array)}")
+        odd = next(v for v in array.tolist() if type(v) not in (int, float))
+        raise BadValue(f"{where}: must be numbers, got {odd!r}")
     return array.astype(np.float32)
+
+
+def flags(values: Any, where: str) -> NDArray[np.int8]:
+    """One int8 per value; `BadValue` unless each is 0 or 1, or false or true."""
+    array = _flat(values, where)
+    if array.size and (array.dtype.kind not in "iub" or not np.isin(array, (0, 1)).all()):
+        raise BadValue(f"{where}: must hold only 0 and 1")
+    return array.astype(np.int8)
 
 
 def _flat(values: Any, where: str) -> NDArray[Any]:
@@ -38,11 +48,6 @@ def _flat(values: Any, where: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise BadValue(f"{where}: must be one flat row, got {array.ndim} dimensions")
     return array
-
-
-def _describe(array: NDArray[Any]) -> str:
-    odd = next((v for v in array.tolist() if not isinstance(v, int)), None)
-    return f"{array.dtype} with {max(array.tolist()) if odd is None else repr(odd)}"
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from a trainer's dump is the rollout that went in.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,30 +19,34 @@ from rollout.schema import SCHEMA_VERSION
 KEY = "rollout"
 
 
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class Carried(msgspec.Struct, kw_only=True):
     """Columns of docs/format.md; arrays as base64 of their little-endian bytes."""
 
     schema_version: int
     rollout_id: str
     prompt_id: str
-    sample_index: int
+    sample_index: Int32
     full_logprobs: bytes | None
     support_logprobs: bytes | None
     temperature: float
     top_p: float
-    top_k: int
+    top_k: Int32
     min_p: float
-    max_new_tokens: int
-    seed: int | None
+    max_new_tokens: Int32
+    seed: Int64 | None
     sampling_params: str
     stop_match: str | None
-    weight_versions: list[tuple[str, int, int]]
+    weight_versions: list[tuple[str, Int32, Int32]]
     engine_meta: str
     prompt_text: str | None
     output_text: str | None
-    created_us: int
+    created_us: Int64
     latency_ms: float
-    attempts: int
+    attempts: Int32
     extra: str
     forced: list[int] | None = None  # where a format writes forced tokens as singletons
 

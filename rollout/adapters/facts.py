@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout.errors import BadFacts
+from rollout.errors import BadFacts, BadValue
 
 SAMPLER = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 """The settings that every rollout has."""
+
+ALL_FACTS = (*SAMPLER, "finish_reason")
+"""What every rollout says of its sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,8 @@ def complete(
 ) -> dict[str, Any]:
     """The `needed` facts, from the dump or else from the caller.
 
-    Raises `BadFacts` for those that neither says, and where the two disagree.
+    Raises `BadFacts` for those that neither says, and where the two disagree; `BadValue` for a
+    number that no shard can hold.
     """
     values = {}
     for name in needed:
@@ -52,10 +56,13 @@ def complete(
             f"{where}: does not say {', '.join(missing)}, and that is never guessed; give what it "
             f"was sampled with: rollout import {options}, or Facts({missing[0]}=…)"
         )
+    for name, value in values.items():
+        if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            raise BadValue(f"{where}: {name} is {value}, must fit into 32 bits")
     return values
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return bool(one == other)
-    return bool(np.float32(one) == np.float32(other))  # as a shard holds it
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return bool(np.float32(one) == np.float32(other))  # as a shard holds it
+    return bool(one == other)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rollout.errors import ConfigError
 from rollout.record import Rollout
+from rollout.rules import check_content, check_format
+
+
+def checked(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
+    """The rollouts as they come; raises the `DataError` of the first rule that one breaks.
+
+    A shard of other origin may hold what no trainer notices, such as a sampled id that is outside
+    its support.
+    """
+    for rollout in rollouts:
+        check_format(rollout)
+        check_content(rollout)
+        yield rollout
 
 
 def grouped(rollouts: Iterable[Rollout]) -> list[Rollout]:

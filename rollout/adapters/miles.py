@@ -34,7 +34,7 @@ def to_miles(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
 
     Ids, offsets [R + 1] and, where recorded, logprobs of all ids are lists. Columns that a `Sample`
     has no field for go into its metadata under "rollout". Raises `ConfigError` if temperatures
-    differ.
+    differ, and the `DataError` of the first rule that a rollout breaks.
     """
     return LAYOUT.to_samples(rollouts)
 

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from rollout.adapters.arrays import float32, int32
-from rollout.adapters.facts import SAMPLER, Facts, complete
-from rollout.adapters.groups import grouped
+from rollout.adapters.facts import ALL_FACTS, Facts, complete
+from rollout.adapters.groups import checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.prime_rl_types import (
     Filler,
@@ -44,11 +44,9 @@ from rollout.errors import (
     NotReplayable,
 )
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
-NEEDED = (*SAMPLER, "finish_reason")
 OUR_TRACE_ID = re.compile(r"(?s)(.+):(\d+)")
 
 
@@ -56,9 +54,10 @@ def to_prime_rl(rollouts: Iterable[Rollout], env_name: str = "") -> list[Trainin
     """A `TrainingSample` of each rollout, T = P + R tokens; those of one prompt side by side.
 
     `trace_id` is the rollout id. `advantages` are yours to set before prime-rl trains on one.
-    Raises `ConfigError` for an aborted rollout: a sample cannot say that it is one.
+    Raises `ConfigError` for a rollout that is aborted or has no sampled token, which a sample
+    cannot say, and the `DataError` of the first rule that one breaks.
     """
-    return [_to_sample(rollout, env_name) for rollout in grouped(rollouts)]
+    return [_to_sample(rollout, env_name) for rollout in grouped(checked(rollouts))]
 
 
 def _to_sample(r: Rollout, env_name: str) -> TrainingSample:
@@ -66,6 +65,11 @@ def _to_sample(r: Rollout, env_name: str) -> TrainingSample:
         raise ConfigError(
             f"{r.rollout_id}: aborted, and a sample of prime-rl cannot say so; leave it out "
             "(rollout export --without-aborted)"
+        )
+    if r.is_forced.all():
+        raise ConfigError(
+            f"{r.rollout_id}: no token of it was sampled, and prime-rl would take it for a prompt; "
+            "leave it out"
         )
     prompt = len(r.prompt_ids)
     total = prompt + r.num_output_tokens
@@ -94,11 +98,8 @@ def from_prime_rl(samples: Iterable[Any], facts: Facts | None = None) -> Iterato
     starts at the first token with a support. Raises `BadFacts`, and the `DataError` of the first
     rule that a sample breaks.
     """
-    for number, sample in enumerate(samples):
-        rollout = parse(_ours(sample, number), number, facts or Facts())
-        check_format(rollout)
-        check_content(rollout)
-        yield rollout
+    known = facts or Facts()
+    return checked(parse(_ours(sample, n), n, known) for n, sample in enumerate(samples))
 
 
 def parse(sample: TrainingSample | Filler, number: int, facts: Facts) -> Rollout:
@@ -127,7 +128,7 @@ def parse(sample: TrainingSample | Filler, number: int, facts: Facts) -> Rollout
         )
     sampled = support.counts > 0
     said = {"temperature": _temperature(sample, sampled, where)}
-    settings = complete(said, facts, where, NEEDED)
+    settings = complete(said, facts, where, ALL_FACTS)
     finish_reason = settings.pop("finish_reason")
     prompt_id, sample_index = _identity(sample, number)
     completion = Completion(
@@ -203,9 +204,12 @@ def _identity(sample: TrainingSample, number: int) -> tuple[str, int]:
 
 def write(rollouts: Iterable[Rollout], path: Path) -> tuple[str, ...]:
     """A file of `list[TrainingSample]`; what to mind comes back in sentences."""
-    samples = to_prime_rl(rollouts)
-    path.write_bytes(msgspec.msgpack.encode(samples))
-    return ("the samples have no advantages: set them before prime-rl trains on these",)
+    kept = list(rollouts)
+    path.write_bytes(msgspec.msgpack.encode(to_prime_rl(kept)))
+    notes = ["the samples have no advantages: set them before prime-rl trains on these"]
+    if late := sum(bool(r.is_forced[0]) for r in kept):
+        notes.append(f"{late} rollouts start with forced tokens, which are prompt in a sample")
+    return tuple(notes)
 
 
 def _items(path: Path) -> Iterator[tuple[int, TrainingSample | Filler]]:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.adapters.arrays import float32, int32
+from rollout.adapters.arrays import flags, float32
+from rollout.adapters.carried import Int32
 from rollout.adapters.facts import Facts
 from rollout.errors import BadFacts, BadValue, LengthMismatch, NullValue
 from rollout.record import WeightSpan
 
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 FINISH_REASON = {status: reason for reason, status in STATUS.items()}
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    abs_start: Int32  # in the whole sequence
+    abs_end: Int32
 
 
 def need(sample: Mapping[str, Any], key: str, where: str) -> Any:
@@ -38,10 +46,7 @@ def loss_mask(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.
         return np.zeros(length, np.int8)
     if sample.get("loss_mask") is None:
         return np.ones(length, np.int8)
-    mask = int32(sample["loss_mask"], f"{where}: loss_mask")
-    if not np.isin(mask, (0, 1)).all():
-        raise BadValue(f"{where}: loss_mask must hold only 0 and 1")
-    return mask.astype(np.int8)
+    return flags(sample["loss_mask"], f"{where}: loss_mask")
 
 
 def logprobs(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.float32]:
@@ -56,7 +61,7 @@ def logprobs(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.f
 
 def finish_reason(sample: Mapping[str, Any], where: str) -> str:
     status = need(sample, "status", where)
-    if status not in FINISH_REASON:
+    if not isinstance(status, str) or status not in FINISH_REASON:
         raise BadValue(
             f"{where}: status is {status!r}, must be one of {tuple(FINISH_REASON)}; "
             "others hold no finished sampling"
@@ -86,17 +91,24 @@ def spans(
     slime, and miles at first, append a version for every call; later miles a list of spans, in
     positions of the whole sequence.
     """
-    calls = sample.get("weight_versions") or []
-    if all(isinstance(version, (str, int)) for version in calls):
-        versions = [str(version) for version in calls]
-        if len(set(versions)) <= 1:
-            return tuple(WeightSpan(version, 0, length) for version in versions[:1]), None
-        return (), versions
     try:
-        spans = [span for call in calls for span in call]
-        return tuple(
-            WeightSpan(str(s["version"]), s["abs_start"] - prompt, s["abs_end"] - prompt)
-            for s in spans
-        ), None
-    except (KeyError, TypeError) as error:
-        raise BadValue(f"{where}: weight_versions must be names or spans ({error!r})") from error
+        calls = msgspec.convert(sample.get("weight_versions") or [], list[str | int | list[_Span]])
+    except msgspec.ValidationError as error:
+        raise BadValue(f"{where}: weight_versions must be names or spans: {error}") from error
+    versions = [str(call) for call in calls if not isinstance(call, list)]
+    if len(set(versions)) > 1 or (versions and len(versions) < len(calls)):
+        return (), versions
+    if versions:
+        return (WeightSpan(versions[0], 0, length),), None
+    spans = [span for call in calls if isinstance(call, list) for span in call]
+    return tuple(
+        WeightSpan(str(s.version), s.abs_start - prompt, s.abs_end - prompt) for s in spans
+    ), None
+
+
+def text(sample: Mapping[str, Any], key: str, where: str) -> str | None:
+    """A text, None if it is empty: then the trainer knew none."""
+    value = sample.get(key)
+    if value is not None and not isinstance(value, str):
+        raise BadValue(f"{where}: {key} must be a text, got {type(value).__name__}")
+    return value or None

@@ -20,15 +20,14 @@ from rollout.adapters import sample_fields as read_field
 from rollout.adapters import torch_file
 from rollout.adapters.arrays import int32, plain
 from rollout.adapters.carried import KEY, carry, read_carried, restore
-from rollout.adapters.facts import SAMPLER, Facts, complete
-from rollout.adapters.groups import check_one_temperature, grouped
+from rollout.adapters.facts import ALL_FACTS, SAMPLER, Facts, complete
+from rollout.adapters.groups import check_one_temperature, checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sample_fields import STATUS
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
 from rollout.errors import BadValue, NotReplayable
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
@@ -71,9 +70,10 @@ class Layout:
     def to_samples(self, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
         """A sample of each rollout; those of one prompt stand together, numbered alike.
 
-        `ConfigError` if their temperatures differ: the trainer divides all logits by one.
+        Raises `ConfigError` if their temperatures differ, because the trainer divides all logits by
+        one, and the `DataError` of the first rule that a rollout breaks.
         """
-        ordered = grouped(rollouts)
+        ordered = grouped(checked(rollouts))
         check_one_temperature(ordered, self.trainer)
         groups: dict[str, int] = {}
         return [
@@ -101,11 +101,8 @@ class Layout:
 
     def from_samples(self, samples: Iterable[Any], facts: Facts | None) -> Iterator[Rollout]:
         """The rollout of each sample, checked against every rule."""
-        for number, item in _items(samples):
-            rollout = self.parse(item, number, facts or Facts())
-            check_format(rollout)
-            check_content(rollout)
-            yield rollout
+        known = facts or Facts()
+        return checked(self.parse(item, number, known) for number, item in _items(samples))
 
     def parse(self, item: Item, number: int, facts: Facts) -> Rollout:
         """The rollout of one sample; raises the `RolloutError` that says why it cannot be one."""
@@ -138,7 +135,8 @@ class Layout:
             "reward": read_field.reward(sample, facts, where),
         }
         if carried is not None:
-            complete({name: getattr(carried, name) for name in SAMPLER}, facts, where)
+            known = {name: getattr(carried, name) for name in SAMPLER}
+            complete(known | {"finish_reason": said["finish_reason"]}, facts, where, ALL_FACTS)
             if supports.logprobs is not None:
                 said["support_logprobs"] = supports.logprobs
             return restore(carried, **said, **scored)
@@ -177,14 +175,15 @@ def _new(
     where: str,
 ) -> Rollout:
     """The rollout of a sample that the trainer itself wrote: the caller says how it was sampled."""
-    settings = complete({}, facts, where)
+    settings = complete({"finish_reason": said["finish_reason"]}, facts, where, ALL_FACTS)
+    del settings["finish_reason"]
     spans, unclear = read_field.spans(
         sample, len(said["prompt_ids"]), len(said["output_ids"]), where
     )
-    prompt = sample.get("prompt") or None
+    is_chat = isinstance(sample.get("prompt"), list)
     kept = {
         "label": sample.get("label"),
-        "messages": None if isinstance(prompt, str) else prompt,
+        "messages": sample["prompt"] if is_chat else None,
         "metadata": sample.get("metadata") or None,
         "weight_versions": unclear,
     }
@@ -196,7 +195,7 @@ def _new(
         support_logprobs=support_logprobs,
         finish_reason=said["finish_reason"],
         weight_versions=spans,
-        text=sample.get("response") or None,
+        text=read_field.text(sample, "response", where),
         engine_meta={"engine": "sglang", "source": "import"},
     )
     return completion.to_rollout(
@@ -205,7 +204,7 @@ def _new(
         prompt_ids=said["prompt_ids"],
         params=recorded_params(settings),
         sampling_params=canonical_json(settings),
-        prompt_text=prompt if isinstance(prompt, str) else None,
+        prompt_text=None if is_chat else read_field.text(sample, "prompt", where),
         extra=canonical_json({k: plain(v) for k, v in kept.items() if v is not None}),
     )
 

@@ -21,6 +21,7 @@ from rollout.blocks import explain
 from rollout.engines.sglang.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import (
+    BadFacts,
     ConfigError,
     EmptyPrompt,
     NotReplayable,
@@ -79,6 +80,8 @@ def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Roll
 
 
 def _parse(line: bytes, number: int, facts: Facts) -> Rollout:
+    if facts != Facts():
+        raise BadFacts("sglang-jsonl: each line says how it was sampled; leave out what says it")
     return parse_line(line, _default_id(number))
 
 

@@ -9,6 +9,18 @@ from typing import Any
 
 from rollout.errors import ConfigError, FormatError
 
+# what damaged files raise: 5,000 dumps with some bytes changed raised these
+DAMAGED = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+)
+
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """`torch.save`, the file of which `read` reads."""
@@ -29,7 +41,7 @@ def load(path: Path, needs: Sequence[str]) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except DAMAGED as error:
         raise FormatError(f"{path}: {_explain(path, error)}") from error
     if not isinstance(content, dict) or (missing := [key for key in needs if key not in content]):
         wanted = ", ".join(map(repr, needs))
@@ -52,10 +64,11 @@ def _explain(path: Path, error: Exception) -> str:
 
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+    except DAMAGED:
         foreign = []
     if not foreign:
-        return f"not a file of torch.save ({str(error).splitlines()[0]})"
+        words = str(error).splitlines()
+        return f"not a file of torch.save ({words[0] if words else type(error).__name__})"
     return (
         f"needs {', '.join(foreign)}; only tensors and plain containers are read, because reading "
         "anything else can run code. Turn these into lists where the file was written "
