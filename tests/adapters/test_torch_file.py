@@ -73,7 +73,7 @@ def test_what_is_no_file_of_torch_is_refused(content: bytes, tmp_path: Path) -> 
 )
 def test_a_file_without_samples_is_refused(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "f.pt")
-    with pytest.raises(errors.FormatError, match="a dict with a list under 'samples'"):
+    with pytest.raises(errors.FormatError, match="must be a dict with 'samples'"):
         torch_file.read(tmp_path / "f.pt", "samples")
 
 
