@@ -32,9 +32,10 @@ LOGPROBS = "rollout_sampling_mask_log_probs"  # of a train batch; here where it 
 def to_miles(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     """What `Sample.from_dict` reads, one dict for each rollout; those of one prompt side by side.
 
-    Ids, offsets [R + 1] and, where recorded, logprobs of all ids are lists. Columns that a `Sample`
-    has no field for go into its metadata under "rollout". Raises `ConfigError` if temperatures
-    differ, and the `DataError` of the first rule that a rollout breaks.
+    Ids [E] and offsets [R + 1] are lists; where recorded, logprobs of all ids are a float32 tensor
+    [E]. Columns that a `Sample` has no field for go into its metadata under "rollout". Raises
+    `ConfigError` if temperatures differ, and the `DataError` of the first rule that a rollout
+    breaks.
     """
     return LAYOUT.to_samples(rollouts)
 
@@ -57,12 +58,14 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
     support, forced = rollout.support, rollout.is_forced
     at = support.offsets[:-1][forced]
     counts = np.maximum(support.counts, 1)
-    fields = {
+    fields: dict[str, Any] = {
         IDS: np.insert(support.ids, at, rollout.output_ids[forced]).tolist(),
         OFFSETS: [0, *np.cumsum(counts, dtype=np.int64).tolist()],
     }
     if rollout.support_logprobs is not None:
-        fields[LOGPROBS] = np.insert(rollout.support_logprobs, at, 0.0).tolist()
+        import torch
+
+        fields[LOGPROBS] = torch.tensor(np.insert(rollout.support_logprobs, at, 0.0))
     return fields
 
 

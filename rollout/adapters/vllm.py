@@ -237,7 +237,7 @@ def _sampling_logprobs(
 ) -> NDArray[np.float32]:
     """[R] Of the sampled tokens: as returned for them, or else as their supports hold them."""
     given = choice.logprobs
-    returned: Sequence[_Logprob | dict[int, _Logprob]] | None
+    returned: Sequence[Any] | None  # of what `_logprob` reads
     returned = given.content if isinstance(given, _Logprobs) else given
     if returned is None and support_logprobs is not None:
         is_sampled = support.ids == output[support.rows]
@@ -249,11 +249,14 @@ def _sampling_logprobs(
         raise NullValue(f"{where}: no logprobs; ask with logprobs 1")
     if len(returned) != len(output):
         raise LengthMismatch(f"{where}: {len(returned)} logprobs for {len(output)} tokens")
-    values = [
-        (row if isinstance(row, _Logprob) else row.get(token, _Logprob())).logprob
-        for row, token in zip(returned, output.tolist(), strict=True)
-    ]
-    return float32(values, f"{where}: logprobs")
+    tokens = zip(returned, output.tolist(), strict=True)
+    return float32([_logprob(row, token) for row, token in tokens], f"{where}: logprobs")
+
+
+def _logprob(row: _Logprob | dict[int, _Logprob], token: int) -> float | None:
+    """Of the sampled token, where a row has it alone, or among others by their ids."""
+    entry = row.get(token) if isinstance(row, dict) else row
+    return None if entry is None else entry.logprob
 
 
 def _answers(given: Any, where: str, default_id: str) -> Iterator[Answer]:
