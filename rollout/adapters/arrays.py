@@ -18,8 +18,7 @@ def int32(values: Any, where: str) -> NDArray[np.int32]:
     if array.size and (
         array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31
     ):
-        odd = next(v for v in array.tolist() if type(v) is not int or not -(2**31) <= v < 2**31)
-        raise BadValue(f"{where}: must be integers of 32 bits, got {odd!r}")
+        raise BadValue(f"{where}: must be integers of 32 bits, got {_odd(array, int)!r}")
     return array.astype(np.int32)
 
 
@@ -27,8 +26,7 @@ def float32(values: Any, where: str) -> NDArray[np.float32]:
     """One float32 per value; `BadValue` unless `values` is one flat row of numbers."""
     array = _flat(values, where)
     if array.size and array.dtype.kind not in "fiu":
-        odd = next(v for v in array.tolist() if type(v) not in (int, float))
-        raise BadValue(f"{where}: must be numbers, got {odd!r}")
+        raise BadValue(f"{where}: must be numbers, got {_odd(array, int, float)!r}")
     return array.astype(np.float32)
 
 
@@ -48,6 +46,13 @@ def _flat(values: Any, where: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise BadValue(f"{where}: must be one flat row, got {array.ndim} dimensions")
     return array
+
+
+def _odd(array: NDArray[Any], *wanted: type) -> Any:
+    """The first value of another type, or else the largest."""
+    values = array.tolist()
+    others = [value for value in values if type(value) not in wanted]
+    return others[0] if others else max(values, key=abs)
 
 
 def plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.adapters.arrays import plain
 from rollout.errors import BadValue, SchemaVersionUnknown
 from rollout.record import Rollout, WeightSpan
 from rollout.schema import SCHEMA_VERSION
@@ -63,10 +64,10 @@ def carry(rollout: Rollout, *, forced: bool = False) -> dict[str, Any]:
         "weight_versions": [tuple(span) for span in rollout.weight_versions],
         "forced": np.flatnonzero(rollout.is_forced).tolist() if forced else None,
     }
-    plain: dict[str, Any] = {
+    others: dict[str, Any] = {
         f: getattr(rollout, f) for f in Carried.__struct_fields__ if f not in special
     }
-    carried: dict[str, Any] = msgspec.to_builtins(Carried(**special, **plain))
+    carried: dict[str, Any] = msgspec.to_builtins(Carried(**special, **others))
     return carried
 
 
@@ -78,7 +79,7 @@ def read_carried(metadata: Any, where: str) -> Carried | None:
     if not isinstance(metadata, dict) or KEY not in metadata:
         return None
     try:
-        carried = msgspec.convert(metadata[KEY], Carried)
+        carried = msgspec.convert(plain(metadata[KEY]), Carried)
     except msgspec.ValidationError as error:
         raise BadValue(f"{where}: metadata[{KEY!r}] is not what an export left: {error}") from error
     if carried.schema_version != SCHEMA_VERSION:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.adapters.arrays import flags, float32
+from rollout.adapters.arrays import flags, float32, plain
 from rollout.adapters.carried import Int32
 from rollout.adapters.facts import Facts
 from rollout.errors import BadFacts, BadValue, LengthMismatch, NullValue
@@ -42,7 +42,10 @@ def response_length(sample: Mapping[str, Any], total: int, where: str) -> int:
 
 def loss_mask(sample: Mapping[str, Any], length: int, where: str) -> NDArray[np.int8]:
     """As the trainer uses it: none is all ones, and a removed sample is all zeros."""
-    if sample.get("remove_sample"):
+    removed = sample.get("remove_sample", False)
+    if not isinstance(removed, bool):
+        raise BadValue(f"{where}: remove_sample must be true or false, got {removed!r}")
+    if removed:
         return np.zeros(length, np.int8)
     if sample.get("loss_mask") is None:
         return np.ones(length, np.int8)
@@ -92,9 +95,12 @@ def spans(
     positions of the whole sequence.
     """
     try:
-        calls = msgspec.convert(sample.get("weight_versions") or [], list[str | int | list[_Span]])
+        calls = msgspec.convert(
+            plain(sample.get("weight_versions")), list[str | int | list[_Span]] | None
+        )
     except msgspec.ValidationError as error:
         raise BadValue(f"{where}: weight_versions must be names or spans: {error}") from error
+    calls = calls or []
     versions = [str(call) for call in calls if not isinstance(call, list)]
     if len(set(versions)) > 1 or (versions and len(versions) < len(calls)):
         return (), versions

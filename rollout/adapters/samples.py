@@ -184,7 +184,7 @@ def _new(
     kept = {
         "label": sample.get("label"),
         "messages": sample["prompt"] if is_chat else None,
-        "metadata": sample.get("metadata") or None,
+        "metadata": sample.get("metadata"),
         "weight_versions": unclear,
     }
     completion = Completion(
@@ -205,7 +205,7 @@ def _new(
         params=recorded_params(settings),
         sampling_params=canonical_json(settings),
         prompt_text=None if is_chat else read_field.text(sample, "prompt", where),
-        extra=canonical_json({k: plain(v) for k, v in kept.items() if v is not None}),
+        extra=canonical_json({k: v for k, v in plain(kept).items() if v not in (None, {})}),
     )
 
 

@@ -10,7 +10,7 @@ Logprobs must be ``processed_logprobs``: only these are over the support.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.adapters.arrays import float32, int32, plain
+from rollout.adapters.carried import Int32
 from rollout.adapters.facts import ALL_FACTS, SAMPLER, Facts, complete
 from rollout.adapters.groups import checked
 from rollout.adapters.importing import Reader
@@ -80,7 +81,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text: str | None = None
-    index: int | None = None
+    index: Int32 | None = None
 
 
 class _Request(msgspec.Struct):
@@ -237,7 +238,7 @@ def _sampling_logprobs(
 ) -> NDArray[np.float32]:
     """[R] Of the sampled tokens: as returned for them, or else as their supports hold them."""
     given = choice.logprobs
-    returned: Sequence[Any] | None  # of what `_logprob` reads
+    returned: Any  # a list of what `_logprob` reads
     returned = given.content if isinstance(given, _Logprobs) else given
     if returned is None and support_logprobs is not None:
         is_sampled = support.ids == output[support.rows]
