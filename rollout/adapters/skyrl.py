@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.adapters import torch_file
-from rollout.adapters.arrays import float32, int32, plain
+from rollout.adapters.arrays import flags, float32, int32, plain
 from rollout.adapters.batching import need_output_tokens, rewards_of, rows_of_a_batch
 from rollout.adapters.carried import KEY, carry, read_carried, restore
 from rollout.adapters.facts import SAMPLER, Facts, complete
@@ -166,7 +166,7 @@ def _rollout(row: Mapping[str, Any], index: int, facts: Facts) -> Rollout:
         "finish_reason": row["stop_reasons"],
     }
     scored: dict[str, Any] = {
-        "loss_mask": _loss_mask(row["loss_masks"], where),
+        "loss_mask": flags(row["loss_masks"], f"{where}: loss_masks"),
         "reward": _reward(row, where),
     }
     carried = read_carried(row, where)
@@ -190,13 +190,6 @@ def _rollout(row: Mapping[str, Any], index: int, facts: Facts) -> Rollout:
         sampling_params=canonical_json(settings),
     )
     return replace(rollout, **scored)
-
-
-def _loss_mask(values: Any, where: str) -> NDArray[np.int8]:
-    mask = int32(values, f"{where}: loss_masks")
-    if not np.isin(mask, (0, 1)).all():
-        raise BadValue(f"{where}: loss_masks must hold only 0 and 1")
-    return mask.astype(np.int8)
 
 
 def _reward(row: Mapping[str, Any], where: str) -> float:
