@@ -5,7 +5,7 @@
     │   ├── NotReplayable            ... because no trainer could replay what would come back
     │   ├── ConfigChanged            ... because the run directory was started with other settings
     │   ├── NotExpressible           ... because a trainer's layout has no place for it
-    │   └── BadFacts              ... because a dump does not say it and nobody else did
+    │   └── BadFacts                 ... because a dump does not say it, or says otherwise
     ├── DataError                    data breaks a rule of docs/format.md
     │   ├── FormatError              the bytes are not what they claim to be
     │   │   ├── NotARun              no run directory, or nothing in it
@@ -84,7 +84,7 @@ class NotExpressible(ConfigError):
 
 
 class BadFacts(ConfigError):
-    """A dump does not say how it was sampled, nor did the caller; or the two say otherwise."""
+    """A dump does not say how it was sampled and the caller did not either, or they disagree."""
 
     code = "bad_facts"
 

@@ -19,7 +19,6 @@ from rollout.schema import SCHEMA_VERSION
 
 KEY = "rollout"
 
-
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 

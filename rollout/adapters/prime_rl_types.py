@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.errors import BadOffsets, LengthMismatch
+from rollout.errors import BadOffsets, BadValue, LengthMismatch
 
 
 class SamplingMask(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -94,6 +94,13 @@ def unpack(batch: MicroBatch, where: str) -> Iterator[TrainingSample | Filler]:
     for name, size in sizes.items():
         if size != total:
             raise LengthMismatch(f"{where}: {name} are of {size} tokens, input_ids of {total}")
+    for name, values in (("trace_ids", batch.trace_ids), ("branch_indices", batch.branch_indices)):
+        if values and len(values) != len(batch.sequence_lengths):
+            raise LengthMismatch(
+                f"{where}: {len(values)} {name} for {len(batch.sequence_lengths)} sequences"
+            )
+    if min(batch.sequence_lengths, default=0) < 0:
+        raise BadValue(f"{where}: sequence_lengths must not be negative")
     offsets = None if counts is None else 4 * np.concatenate([[0], np.cumsum(counts)])
     for index, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         restarts = np.flatnonzero(positions[start + 1 : end] == 0)

@@ -312,6 +312,15 @@ def test_a_sequence_that_nothing_is_trained_on_is_filler_and_is_refused(tmp_path
             {"sequence_lengths": [5, 4]}, errors.LengthMismatch, "of 9 tokens", id="lengths"
         ),
         pytest.param(
+            {"sequence_lengths": [11, -1]}, errors.BadValue, "not be negative", id="negative"
+        ),
+        pytest.param(
+            {"trace_ids": ["aa"]},
+            errors.LengthMismatch,
+            "1 trace_ids for 2 sequences",
+            id="traces",
+        ),
+        pytest.param(
             {"env_names": []}, errors.LengthMismatch, "env_names are of 0", id="env_names"
         ),
         pytest.param(
