@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from builders import RECORDED, recorded_lines
+from builders import RECORDED, recorded_rollouts
 from fault_injector import (
     declared_temperature,
     every,
@@ -36,7 +36,6 @@ from scorer import Scorer
 from replay import Policy
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
-from rollout.adapters.sglang_jsonl import parse_line
 from rollout.config import EmbeddedConfig
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.prompts import Prompt, load_tokenizer, tokenise_text
@@ -49,11 +48,6 @@ SETTINGS = (  # temperature, top_k, top_p
     (0.7, 20, 0.9),
     (1.3, 200, 1.0),
 )
-
-
-def recorded(name: str) -> list[Rollout]:
-    lines = recorded_lines(name)
-    return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
 
 
 def upper_bound(bad: int, total: int) -> float:
@@ -90,7 +84,7 @@ def clean(args: argparse.Namespace) -> None:
     for dtype in args.dtypes.split(","):
         scorer = Scorer(Policy.load(args.model, dtype=dtype, device="cpu", packed=False))
         for name in RECORDED:
-            rollouts = recorded(name)
+            rollouts = recorded_rollouts(name)
             parts = [scorer.evidence([r]) for r in rollouts]
             found: Counter[str] = Counter()
             for i in range(args.resamples):
@@ -191,7 +185,7 @@ def power(args: argparse.Namespace) -> None:
     """How often a fault is named, first and rightly, from so many tokens of recorded sets."""
     base = Scorer(Policy.load(args.model, dtype="bfloat16", device="cpu", packed=False))
     generator = np.random.default_rng(0)
-    everyone = [r for name in RECORDED for r in recorded(name)]
+    everyone = [r for name in RECORDED for r in recorded_rollouts(name)]
     # the sets share their rollout ids
     everyone = [replace(r, prompt_id=f"{i}", rollout_id=f"{i}:0") for i, r in enumerate(everyone)]
     for fault, (code, inject, change) in FAULTS.items():

@@ -7,6 +7,7 @@ import click
 from cli.collect import collect
 from cli.diff import diff
 from cli.doctor import doctor
+from cli.export import export
 from cli.import_ import import_
 from cli.inspect_ import inspect
 from cli.merge import merge
@@ -25,7 +26,7 @@ def cli() -> None:
       0    consistent; no difference; collected within the error budget; imported whole
       1    replay: inconsistent; diff: a difference
       2    usage: an option, a config key or a model that cannot be used
-      3    data: a run or a line that breaks the format, or nothing in it
+      3    data: a run, a file or a line that breaks the format, or nothing in it
       4    engine: unreachable, or it does not return the sampling mask
       5    stopped early: more failures than the error budget allows, or a full disk
       130  interrupted
@@ -35,6 +36,7 @@ def cli() -> None:
 cli.add_command(collect)
 cli.add_command(diff)
 cli.add_command(doctor)
+cli.add_command(export)
 cli.add_command(import_)
 cli.add_command(inspect)
 cli.add_command(merge)

@@ -3,7 +3,9 @@
     RolloutError
     ├── ConfigError                  what was asked for cannot be done
     │   ├── NotReplayable            ... because no trainer could replay what would come back
-    │   └── ConfigChanged            ... because what is continued was begun with other settings
+    │   ├── ConfigChanged            ... because what is continued was begun with other settings
+    │   ├── NotExpressible           ... because a trainer's layout has no place for it
+    │   └── BadFacts                 ... because a dump does not say it, or says otherwise
     ├── DataError                    data breaks a rule of docs/format.md
     │   ├── FormatError              the bytes are not what they claim to be
     │   │   ├── NotARun              no run directory, or nothing in it
@@ -75,6 +77,18 @@ class ConfigChanged(ConfigError):
     """What is to be continued was begun with other settings: a run directory, a pass over one."""
 
     code = "config_changed"
+
+
+class NotExpressible(ConfigError):
+    """A trainer's layout has no place for what these rollouts say."""
+
+    code = "not_expressible"
+
+
+class BadFacts(ConfigError):
+    """A dump does not say how it was sampled and the caller did not either, or they disagree."""
+
+    code = "bad_facts"
 
 
 class DataError(RolloutError, ValueError):

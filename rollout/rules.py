@@ -184,7 +184,8 @@ def _find_logprob_faults(r: Rollout) -> Iterator[Fault]:
 
 def _find_support_logprob_faults(r: Rollout, logprobs: NDArray[np.float32]) -> Iterator[Fault]:
     rows = r.support.rows
-    mass = np.bincount(rows, np.exp(logprobs.astype(np.float64)), minlength=len(r.support))
+    with np.errstate(over="ignore"):  # a logprob that large is a fault of its own
+        mass = np.bincount(rows, np.exp(logprobs.astype(np.float64)), minlength=len(r.support))
     if len(at := np.flatnonzero((np.abs(mass - 1) > SUM_SLACK) & ~r.is_forced)):
         yield Fault(
             errors.SupportTruncated,

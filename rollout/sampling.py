@@ -52,7 +52,7 @@ class SamplingParams(Block):
     top_p; the engine's `resolve` fills it in."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     max_new_tokens: int = 128
-    sampling_seed: int | None = None
+    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     stop: list[str] = []
     stop_token_ids: list[int] = []

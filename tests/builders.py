@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from rollout.adapters.sglang_jsonl import parse_line
 from rollout.engines.base import Completion, EngineInfo
 from rollout.prompts import Prompt
 from rollout.record import Rollout, WeightSpan
@@ -59,6 +60,27 @@ def make_rollout(prompt_id: str = "7", sample_index: int = 0, **changes: Any) ->
     return replace(plain, **changes)
 
 
+def make_two_turns(prompt_id: str = "7", sample_index: int = 0, **changes: Any) -> Rollout:
+    """A turn of three tokens, two forced ones, a turn of two after the weights moved.
+
+    The last token of the first turn is sampled and not trained on, and had no alternative.
+    """
+    turns: dict[str, Any] = {
+        "output_ids": np.array([9, 5, 2, 40, 41, 7, 2], np.int32),
+        "loss_mask": np.array([1, 1, 0, 0, 0, 1, 1], np.int8),
+        "sampling_logprobs": np.log(np.array([0.25, 0.5, 1, 1, 1, 0.125, 1], np.float32)),
+        "support": Support.from_rows([[5, 9], [5, 6], [2], [], [], [8, 7, 1], [2]]),
+        "full_logprobs": np.log(np.array([0.2, 0.4, 0.9, 0.5, 0.5, 0.1, 0.7], np.float32)),
+        "support_logprobs": np.log(
+            np.array([0.75, 0.25, 0.5, 0.5, 1, 0.5, 0.125, 0.375, 1], np.float32)
+        ),
+        "max_new_tokens": 8,
+        "weight_versions": (WeightSpan("v1", 0, 3), WeightSpan("v2", 5, 7)),
+        "reward": 0.5,
+    }
+    return make_rollout(prompt_id, sample_index, **(turns | changes))
+
+
 def assert_same_rollout(got: Rollout, wanted: Rollout) -> None:
     """Field by field, with values and dtypes."""
     for name, value in vars(wanted).items():
@@ -75,6 +97,11 @@ def recorded_lines(name: str) -> list[dict[str, Any]]:
     """The rollouts recorded from a real server, one dict per line."""
     with gzip.open(DATA / name / "rollouts.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
+
+
+def recorded_rollouts(name: str) -> list[Rollout]:
+    """The same lines as rollouts: twelve at each of the temperatures 1.0, 0.7 and 1.3."""
+    return [parse_line(json.dumps(line).encode(), "unused") for line in recorded_lines(name)]
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> Path:

@@ -7,33 +7,29 @@ without the prompt's tokens nothing can be replayed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 
+from rollout.adapters.facts import Facts
+from rollout.adapters.importing import Imported, Reader, import_file
 from rollout.blocks import explain
-from rollout.diagnosis import Diagnosis
 from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import (
+    BadFacts,
     ConfigError,
     EmptyPrompt,
     NotReplayable,
     ReplyMalformed,
     RolloutError,
-    SampledOutsideSupport,
 )
 from rollout.record import Rollout
-from rollout.record_faults import explain_record
 from rollout.sampling import SamplingParams, canonical_json
-from rollout.writer import RunWriter
-
-MAX_EXPLAINED = 1000  # rejected rollouts kept in memory to be judged together
 
 
 class _Line(msgspec.Struct):
@@ -46,27 +42,6 @@ class _Line(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What an import did: rows stored, tokens in them, and rejections by reason.
-
-    `diagnoses` judges the rejected lines together: one cause may break several rules.
-    """
-
-    rollouts: int
-    output_tokens: int
-    rejected: dict[str, int]
-    diagnoses: tuple[Diagnosis, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "rollouts": self.rollouts,
-            "output_tokens": self.output_tokens,
-            "rejected": self.rejected,
-            "diagnoses": [d.as_dict() for d in self.diagnoses],
-        }
-
-
 def import_sglang_jsonl(
     file: Path, out: Path, *, vocab_size: int | None = None, tokenizer: dict[str, Any] | None = None
 ) -> Imported:
@@ -74,32 +49,9 @@ def import_sglang_jsonl(
 
     Raises `ConfigError` if the file cannot be read.
     """
-    identity = {
-        "imported": {"from": "sglang-jsonl", "file": file.name},
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-    }
-    rollouts = tokens = 0
-    rejected: Counter[str] = Counter()
-    refused: list[Rollout] = []  # as parsed, before the content rules
-    lines = _read(file)
-    with RunWriter(out, identity, vocab_size=vocab_size) as writer:
-        for number, line in lines:
-            rollout = None
-            try:
-                rollout = parse_line(line, f"line-{number:06d}")
-                writer.write(rollout)
-            except RolloutError as error:
-                rejected[error.code] += 1
-                if rollout is None and isinstance(error, SampledOutsideSupport):
-                    rollout = _unchecked(line, f"line-{number:06d}")
-                if rollout is not None and len(refused) < MAX_EXPLAINED:
-                    refused.append(rollout)
-                writer.reject(error, line, line=number)
-            else:
-                rollouts += 1
-                tokens += rollout.num_output_tokens
-    return Imported(rollouts, tokens, dict(rejected), tuple(explain_record(refused)))
+    return import_file(
+        READER, file, out, name="sglang-jsonl", vocab_size=vocab_size, tokenizer=tokenizer
+    )
 
 
 def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Rollout:
@@ -127,12 +79,22 @@ def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Roll
     )
 
 
-def _unchecked(line: bytes, default_id: str) -> Rollout | None:
+def _parse(line: bytes, number: int, facts: Facts) -> Rollout:
+    if facts != Facts():
+        raise BadFacts("sglang-jsonl: each line says how it was sampled; leave out what says it")
+    return parse_line(line, _default_id(number))
+
+
+def _unchecked(line: bytes, number: int) -> Rollout | None:
     """What can be read of a line that breaks a rule; None where that is not enough."""
     try:
-        return parse_line(line, default_id, unchecked=True)
+        return parse_line(line, _default_id(number), unchecked=True)
     except RolloutError:
         return None
+
+
+def _default_id(number: int) -> str:
+    return f"line-{number:06d}"
 
 
 def recorded_params(sent: dict[str, Any]) -> SamplingParams:
@@ -165,3 +127,8 @@ def _read(file: Path) -> Iterator[tuple[int, bytes]]:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     return ((n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip())
+
+
+READER = Reader(
+    items=_read, parse=_parse, body=lambda line: line, unchecked=_unchecked, numbers="line"
+)

@@ -1,0 +1,77 @@
+"""export_run(): the rollouts of a run directory as a file of a trainer's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.files import disk_full_is_an_error, sync_directory
+from rollout.reader import open_run
+from rollout.record import Rollout
+
+Write = Callable[[Iterable[Rollout], Path], tuple[str, ...]]
+"""Writes one file, and returns what its reader should be told: a sentence each."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did; `notes` are sentences about what the format does with these rollouts."""
+
+    rollouts: int
+    output_tokens: int
+    bytes: int
+    left_out: int  # aborted rollouts
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def export_run(
+    write: Write,
+    run: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    without_aborted: bool = False,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Exported:
+    """Write the rollouts of the run directory `run` to the file `out`, which appears as a whole.
+
+    Raises `ConfigError` if `out` is there and `overwrite` is not set, or where the format cannot
+    say what a rollout says; and the `FormatError` of a run that cannot be read.
+    """
+    if out.is_dir() or (out.exists() and not overwrite):
+        raise ConfigError(f"{out}: is there already; choose another --out, or give --overwrite")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}: no such directory; make it first")
+    opened = open_run(run)
+    count = tokens = left_out = 0
+
+    def kept() -> Iterator[Rollout]:
+        nonlocal count, tokens, left_out
+        for done, rollout in enumerate(opened, start=1):
+            if without_aborted and rollout.finish_reason == "abort":
+                left_out += 1
+            else:
+                count, tokens = count + 1, tokens + rollout.num_output_tokens
+                yield rollout
+            if progress is not None:
+                progress(done, len(opened), tokens)
+
+    temporary = out.with_name(f".{out.name}.tmp")
+    with disk_full_is_an_error(out):
+        try:
+            notes = write(kept(), temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+            os.replace(temporary, out)
+        finally:
+            temporary.unlink(missing_ok=True)  # not there after the rename
+        sync_directory(out.parent)
+    return Exported(count, tokens, size, left_out, notes)

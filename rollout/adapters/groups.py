@@ -1,0 +1,43 @@
+"""What trainers expect of many rollouts together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollout.errors import ConfigError
+from rollout.record import Rollout
+from rollout.rules import check_content, check_format
+
+
+def checked(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
+    """The rollouts as they come; raises the `DataError` of the first rule that one breaks.
+
+    A shard of other origin may hold what no trainer notices, such as a sampled id that is outside
+    its support.
+    """
+    for rollout in rollouts:
+        check_format(rollout)
+        check_content(rollout)
+        yield rollout
+
+
+def grouped(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts of a prompt side by side, prompts in the order of their first rollout.
+
+    A run stores rollouts as they end; trainers cut a batch into groups by position.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt_id, []).append(rollout)
+    return [r for group in groups.values() for r in sorted(group, key=lambda r: r.sample_index)]
+
+
+def check_one_temperature(rollouts: Sequence[Rollout], trainer: str) -> None:
+    """Raise `ConfigError` unless all rollouts have the temperature of the first."""
+    for rollout in rollouts:
+        if rollout.temperature != rollouts[0].temperature:
+            raise ConfigError(
+                f"{rollout.rollout_id}: temperature {rollout.temperature:g}, but "
+                f"{rollouts[0].temperature:g} in {rollouts[0].rollout_id}; {trainer} has one "
+                "temperature for all, so export rollouts of one at a time"
+            )

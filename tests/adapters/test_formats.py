@@ -1,0 +1,188 @@
+"""`rollout export` and `rollout import` of every format: files, exit codes, what is said where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from builders import (
+    RECORDED,
+    assert_same_rollout,
+    make_rollout,
+    make_two_turns,
+    recorded_lines,
+    write_lines,
+)
+from click.testing import CliRunner, Result
+
+from cli.main import cli
+from rollout.adapters.formats import FORMATS, READABLE, WRITABLE
+from rollout.reader import open_run
+from rollout.record import Rollout
+from rollout.writer import RunWriter
+
+PRIME_RL = ("--top-p", "0.875", "--top-k", "2", "--min-p", "0", "--max-new-tokens", "8")
+SAID = {"slime": (), "miles": (), "prime-rl": (*PRIME_RL, "--finish-reason", "stop")}
+
+
+def run(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def stored(path: Path, rollouts: Sequence[Rollout]) -> Path:
+    with RunWriter(path, {}) as writer:
+        for rollout in rollouts:
+            writer.write(rollout)
+    return path
+
+
+@pytest.fixture
+def two_turns(tmp_path: Path) -> Path:
+    """A run of four rollouts of two prompts, in the order in which they ended."""
+    ids = (("b", 0), ("a", 0), ("a", 1), ("b", 1))
+    return stored(tmp_path / "run", [make_two_turns(*at) for at in ids])
+
+
+def test_what_is_offered_is_what_the_registry_has() -> None:
+    assert {*READABLE, *WRITABLE} == FORMATS.keys()
+    assert {*SAID} <= {*READABLE} & {*WRITABLE}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_export_is_imported_whole(name: str, two_turns: Path, tmp_path: Path) -> None:
+    file, back = tmp_path / "dump", tmp_path / "back"
+    exported = run("export", two_turns, "--to", name, "--out", file, "--json")
+    assert exported.exit_code == 0, exported.stderr
+    numbers = json.loads(exported.stdout)
+    assert (numbers["rollouts"], numbers["output_tokens"]) == (4, 28)
+    assert numbers["bytes"] == file.stat().st_size
+    assert "note: " in exported.stderr
+    imported = run("import", "--from", name, file, "--out", back, "--json", *SAID[name])
+    assert imported.exit_code == 0, imported.stderr
+    assert json.loads(imported.stdout)["rollouts"] == 4
+    ids = [r.rollout_id for r in open_run(back)]
+    assert ids == ["b:0", "b:1", "a:0", "a:1"]
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_an_imported_export_is_the_run_again(name: str, two_turns: Path, tmp_path: Path) -> None:
+    run("export", two_turns, "--to", name, "--out", tmp_path / "dump")
+    run("import", "--from", name, tmp_path / "dump", "--out", tmp_path / "back")
+    wanted = {r.rollout_id: r for r in open_run(two_turns)}
+    for got in open_run(tmp_path / "back"):
+        assert_same_rollout(got, wanted[got.rollout_id])
+
+
+def test_a_file_that_is_there_is_only_replaced_when_asked(two_turns: Path, tmp_path: Path) -> None:
+    file = tmp_path / "dump"
+    file.write_text("mine")
+    common = ("export", two_turns, "--to", "slime", "--out", file)
+    refused = run(*common)
+    assert (refused.exit_code, file.read_text()) == (2, "mine")
+    assert "is there already; choose another --out, or give --overwrite" in refused.stderr
+    assert run(*common, "--overwrite").exit_code == 0
+    assert len(torch.load(file, weights_only=True)["samples"]) == 4
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    mixed = stored(tmp_path / "run", [make_rollout(), make_rollout("8", temperature=1.0)])
+    failed = run("export", mixed, "--to", "slime", "--out", tmp_path / "dump.pt")
+    assert failed.exit_code == 2
+    assert "one temperature for all" in failed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        pytest.param("run", "is there already", id="a directory"),
+        pytest.param("nowhere/dump.pt", "no such directory; make it first", id="no directory"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused(
+    out: str, words: str, two_turns: Path, tmp_path: Path
+) -> None:
+    failed = run("export", two_turns, "--to", "slime", "--out", tmp_path / out, "--overwrite")
+    assert failed.exit_code == 2
+    assert words in failed.stderr
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    failed = run("export", tmp_path, "--to", "slime", "--out", tmp_path / "dump.pt")
+    assert failed.exit_code == 3
+    assert "not a run directory" in failed.stderr
+
+
+def test_aborted_rollouts_are_left_out_when_asked_and_counted(tmp_path: Path) -> None:
+    aborted = make_rollout("8", rollout_id="8:0#abort0", finish_reason="abort")
+    source = stored(tmp_path / "run", [make_rollout(), aborted])
+    common = ("export", source, "--to", "prime-rl", "--out", tmp_path / "samples.bin")
+    refused = run(*common)
+    assert refused.exit_code == 2
+    assert "8:0#abort0: aborted" in refused.stderr
+    done = run(*common, "--without-aborted")
+    assert done.exit_code == 0
+    assert "left out: 1 aborted rollouts" in done.stderr
+    assert done.stdout.startswith("1 rollouts, 3 output tokens into ")
+
+
+def test_an_export_of_nothing_is_not_success(tmp_path: Path) -> None:
+    empty = stored(tmp_path / "run", [])
+    assert run("export", empty, "--to", "slime", "--out", tmp_path / "dump.pt").exit_code == 3
+
+
+def test_an_import_that_lacks_facts_names_every_option_and_makes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "dump.pt"
+    FORMATS["slime"].write([make_rollout()], file)
+    dump = torch.load(file, weights_only=True)
+    dump["samples"][0]["metadata"] = {}
+    torch.save(dump, file)
+    common = ("import", "--from", "slime", file, "--out", tmp_path / "run")
+    refused = run(*common, "--temperature", "0.5")
+    assert refused.exit_code == 2
+    assert "rollout import --top-p --top-k --min-p --max-new-tokens" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    assert run(*common, "--temperature", "0.5", *PRIME_RL).exit_code == 0
+    (rollout,) = open_run(tmp_path / "run")
+    assert (rollout.temperature, rollout.top_p, rollout.max_new_tokens) == (0.5, 0.875, 8)
+
+
+def test_a_broken_sample_is_rejected_with_its_reason_and_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "dump.pt"
+    FORMATS["slime"].write([make_rollout("a"), make_rollout("b")], file)
+    dump = torch.load(file, weights_only=True)
+    dump["samples"][1]["rollout_top_p_token_ids"][1] = 6
+    torch.save(dump, file)
+    done = run("import", "--from", "slime", file, "--out", tmp_path / "run", "--json")
+    assert done.exit_code == 3
+    assert json.loads(done.stdout)["rejected"] == {"sampled_outside_support": 1}
+    assert "rejected: 1 x sampled_outside_support" in done.stderr
+    rejected = json.loads((tmp_path / "run" / "rejected.jsonl").read_text())
+    assert (rejected["reason"], rejected["sample"]) == ("sampled_outside_support", 1)
+    body = json.loads(rejected["body"])
+    assert body["rollout_top_p_token_ids"] == [5, 6, 2]
+    assert body["metadata"]["rollout"]["rollout_id"] == "b:0"
+    assert [r.rollout_id for r in open_run(tmp_path / "run")] == ["a:0"]
+
+
+def test_a_file_that_needs_a_foreign_class_is_refused(tmp_path: Path) -> None:
+    torch.save({"samples": [{"path": tmp_path}]}, tmp_path / "dump.pt")
+    refused = run("import", "--from", "miles", tmp_path / "dump.pt", "--out", tmp_path / "run")
+    assert refused.exit_code == 3
+    assert "only tensors and plain containers are read" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_recorded_lines_say_their_settings_themselves(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "d.jsonl", recorded_lines(RECORDED[0])[:1])
+    common = ("import", "--from", "sglang-jsonl", file, "--out", tmp_path / "run")
+    refused = run(*common, "--temperature", "1")
+    assert refused.exit_code == 2
+    assert "each line says how it was sampled" in refused.stderr
+    assert run(*common).exit_code == 0
