@@ -52,8 +52,8 @@ class Supports:
 
     def to(self, device: torch.device) -> Supports:
         """The same on `device`, with the width worked out before."""
-        tensors = (self.ids, self.offsets, self.temperature)
-        return Supports(*(tensor.to(device) for tensor in tensors), self.width)
+        ids, offsets = self.ids.to(device), self.offsets.to(device)
+        return Supports(ids, offsets, self.temperature.to(device), self.width)
 
     def __len__(self) -> int:
         return len(self.temperature)
