@@ -62,7 +62,7 @@ def of_rollouts(e: Evidence, affected: Mask, left: Mask | None = None) -> Scope:
 def within(scope: Scope, left: Mask) -> Scope:
     """`scope` without the tokens that another cause was found for."""
     if scope.kind == "all" and not left.all():
-        return Scope("rest", "Everywhere else", left)
+        return Scope("rest", "Everywhere else", left, freedom=2)
     return replace(scope, tokens=scope.tokens & left)
 
 

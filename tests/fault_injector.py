@@ -7,6 +7,7 @@ tests, each with the code that `diagnose` must name first.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -261,6 +262,25 @@ def noisy_norm(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
     return change
 
 
+BODY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def noisy_body(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
+    """Every matrix of attention and MLP times 1 + size * N(0, 1): weights of another step."""
+
+    def change(policy: Policy) -> Policy:
+        generator = torch.Generator().manual_seed(seed)
+        body = copy.deepcopy(policy.body)
+        with torch.no_grad():
+            for name, weight in body.named_parameters():
+                if name.split(".")[-2] in BODY:
+                    noise = torch.randn(weight.shape, generator=generator)
+                    weight.mul_((1 + size * noise).to(weight.dtype))
+        return replace(policy, body=body)
+
+    return change
+
+
 def head_row_moved(token: int, by: float) -> Callable[[Policy], Policy]:
     """One row of the head is another one: bug case A13."""
 
@@ -274,13 +294,44 @@ def head_row_moved(token: int, by: float) -> Callable[[Policy], Policy]:
 
 @dataclass(frozen=True)
 class Case:
-    """A seeded fault. `kind` is the wanted kind of scope, where only one is right."""
+    """A seeded fault. `kind` is the wanted kind of scope, where only one is right.
+
+    `of_other` says which output tokens [R] the faulty policy scores, if not all: the engine went on
+    with weights that the trainer has no more.
+    """
 
     name: str
     code: str
     inject: Inject = list
     policy: Callable[[Policy], Policy] | None = None
     kind: str | None = None
+    of_other: Callable[[Rollout], NDArray[np.bool_]] | None = None
+
+
+def in_halves(r: Rollout) -> Rollout:
+    """The first half of the output is of weight version `old`, the rest of `new`."""
+    border, end = len(r.output_ids) // 2, len(r.output_ids)
+    return replace(
+        r, weight_versions=(WeightSpan("old", 0, border), WeightSpan("new", border, end))
+    )
+
+
+def of_version(version: str) -> Callable[[Rollout], NDArray[np.bool_]]:
+    def mask(r: Rollout) -> NDArray[np.bool_]:
+        out = np.zeros(len(r.output_ids), bool)
+        for span in r.weight_versions:
+            out[span.start : span.end] |= span.version == version
+        return out
+
+    return mask
+
+
+def of_endpoint(url: str) -> Callable[[Rollout], NDArray[np.bool_]]:
+    return lambda r: np.full(len(r.output_ids), json.loads(r.engine_meta).get("endpoint") == url)
+
+
+def from_token(start: int) -> Callable[[Rollout], NDArray[np.bool_]]:
+    return lambda r: np.arange(len(r.output_ids)) >= start
 
 
 def _sampled_only(inject: Inject) -> Inject:
@@ -331,6 +382,11 @@ CASES = (
     Case("stale from token 16 on", "other_weights", in_some(stale_from(16, 0.3)), kind="tail"),
     Case("stale, one in ten", "other_weights", in_some(stale_from(0, 0.4), every(10)), kind="rollouts"),
     Case("norm noise 5 %", "other_weights", policy=noisy_norm(0.05)),
+    Case("body noise 2 %", "other_weights", policy=noisy_body(0.02)),
+    Case("body noise 5 %", "other_weights", policy=noisy_body(0.05, seed=1), kind="all"),
+    Case("body stale, an old version", "other_weights", in_some(in_halves), noisy_body(0.03), "version", of_version("old")),
+    Case("body stale, one endpoint", "other_weights", _two_endpoints(lambda r: r), noisy_body(0.03, seed=2), "endpoint", of_endpoint("http://b")),
+    Case("body stale from token 16 on", "other_weights", policy=noisy_body(0.05, seed=3), kind="tail", of_other=from_token(16)),
     Case("sampled outside", "sampled_outside_support", in_some(sampled_removed(0.05))),
     Case("sampled outside, one in ten", "sampled_outside_support", in_some(sampled_removed(0.3), every(10))),
     Case("support cut to 8", "support_truncated", in_some(truncated(8))),

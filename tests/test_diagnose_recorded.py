@@ -66,9 +66,14 @@ def test_recorded_sets_are_clean(
 
 
 def judged(case: Case, rollouts: list[Rollout], scorer: Scorer) -> Diagnosis:
-    if case.policy is not None:
-        scorer = scorer.with_policy(case.policy(scorer.policy))
-    return found(scorer, case.inject(rollouts))[0]
+    faulty = case.inject(rollouts)
+    if case.policy is None:
+        return found(scorer, faulty)[0]
+    other = scorer.with_policy(case.policy(scorer.policy))
+    if case.of_other is None:
+        return found(other, faulty)[0]
+    evidence = scorer.evidence_of_two(faulty, other, case.of_other)
+    return diagnose(evidence, faulty, check_engine(faulty))[0]
 
 
 @pytest.mark.parametrize("name", RECORDED)
