@@ -111,7 +111,7 @@ def explain_record(rollouts: Iterable[Rollout]) -> list[Diagnosis]:
 
 
 def reason_of(rollout_id: str, code: str, diagnoses: Sequence[Diagnosis]) -> str:
-    """The code of the diagnosis that explains why a rollout breaks the rule `code`."""
+    """Why a rollout breaks the rule `code`: the code of the diagnosis that explains it."""
     for d in diagnoses:
         if d.explains(code) and d.covers(rollout_id):
             return d.code
@@ -155,7 +155,7 @@ def _broken_rule(code: str, found: Mapping[int, Sequence[Fault]], group: Group) 
     return Diagnosis(
         code,
         scope,
-        f"{count} tokens break the rule {code}; first {first}.",
+        f"{scope['where']}: {count} tokens break the rule {code}; first {first}.",
         {"tokens": count},
         ADVICE.get(code, "see the rule in docs/format.md"),
         rollouts=frozenset(group.ids[n] for n in numbers),

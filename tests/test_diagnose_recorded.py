@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import RECORDED, recorded_lines, write_lines
+from builders import RECORDED, recorded_lines
 from click.testing import CliRunner
 from fault_injector import CASES, Case, declared_temperature, in_some, without_support_logprobs
 from scorer import Scorer
@@ -23,7 +23,7 @@ from replay import Policy
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.other_prompts import other_prompts
-from rollout.adapters.sglang_jsonl import import_sglang_jsonl, parse_line
+from rollout.adapters.sglang_jsonl import parse_line
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.self_check import check_engine
@@ -159,17 +159,3 @@ def test_a_named_fault_exits_1_although_every_gate_passes(
     assert summary["failed_gates"] == []
     assert [d["code"] for d in summary["diagnoses"]] == ["temperature_other"]
     assert (done.exit_code, summary["verdict"]) == (1, "inconsistent")
-
-
-def test_a_rejected_file_can_be_explained(tmp_path: Path) -> None:
-    """What import refuses line by line, one diagnosis explains."""
-    lines = recorded_lines(RECORDED[2])
-    for line in lines:
-        meta = line["response"]["meta_info"]
-        for key in ("output_token_sampling_mask", "output_token_sampling_logprobs"):
-            meta[key] = [*meta[key][1:], meta[key][-1]]
-    file = write_lines(tmp_path / "dump.jsonl", lines)
-    imported = import_sglang_jsonl(file, tmp_path / "run")
-    assert set(imported.rejected) == {"sampled_outside_support"}
-    assert [d.code for d in imported.diagnoses] == ["shifted_by_one"]
-    assert "sampled_outside_support" in imported.as_dict()["diagnoses"][0]["also"]

@@ -8,10 +8,11 @@ without the prompt's tokens nothing can be replayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -22,6 +23,8 @@ from rollout.engines.sglang.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import (
     ConfigError,
+    ContentError,
+    DiskFull,
     EmptyPrompt,
     NotReplayable,
     ReplyMalformed,
@@ -29,11 +32,9 @@ from rollout.errors import (
     SampledOutsideSupport,
 )
 from rollout.record import Rollout
-from rollout.record_faults import explain_record
+from rollout.record_faults import RecordJudge, reason_of
 from rollout.sampling import SamplingParams, canonical_json
 from rollout.writer import RunWriter
-
-MAX_EXPLAINED = 1000  # rejected rollouts kept in memory to be judged together
 
 
 class _Line(msgspec.Struct):
@@ -50,7 +51,8 @@ _decode = msgspec.json.Decoder(_Line).decode
 class Imported:
     """What an import did: rows stored, tokens in them, and rejections by reason.
 
-    `diagnoses` judges the rejected lines together: one cause may break several rules.
+    `diagnoses` judges the whole file, stored lines and rejected ones: one cause may break several
+    rules, and then it is the reason.
     """
 
     rollouts: int
@@ -80,26 +82,50 @@ def import_sglang_jsonl(
         "vocab_size": vocab_size,
     }
     rollouts = tokens = 0
-    rejected: Counter[str] = Counter()
-    refused: list[Rollout] = []  # as parsed, before the content rules
-    lines = _read(file)
-    with RunWriter(out, identity, vocab_size=vocab_size) as writer:
-        for number, line in lines:
-            rollout = None
+    judge, refused = RecordJudge(vocab_size), list[_Refused]()
+    with _opened(file) as lines, RunWriter(out, identity, vocab_size=vocab_size) as writer:
+        for number, start, line in lines:
+            name, rollout = f"line-{number:06d}", None
             try:
-                rollout = parse_line(line, f"line-{number:06d}")
+                rollout = parse_line(line, name)
                 writer.write(rollout)
+            except DiskFull:
+                raise
             except RolloutError as error:
-                rejected[error.code] += 1
-                if rollout is None and isinstance(error, SampledOutsideSupport):
-                    rollout = _unchecked(line, f"line-{number:06d}")
-                if rollout is not None and len(refused) < MAX_EXPLAINED:
-                    refused.append(rollout)
-                writer.reject(error, line, line=number)
+                if isinstance(error, SampledOutsideSupport):
+                    rollout = rollout or _unchecked(line, name)
+                if not isinstance(error, ContentError):
+                    rollout = None  # not one that can be judged
+                judged = None
+                if rollout is not None:
+                    judge.add(rollout)
+                    judged = rollout.rollout_id
+                refused.append(_Refused(number, start, error, judged))
             else:
                 rollouts += 1
                 tokens += rollout.num_output_tokens
-    return Imported(rollouts, tokens, dict(rejected), tuple(explain_record(refused)))
+                judge.add(rollout, faults=())
+        diagnoses = judge.diagnose()
+        # the reason is known at the end of the file, so its lines are read once more
+        rejected: Counter[str] = Counter()
+        for one in refused:
+            reason = one.reason(diagnoses)
+            rejected[reason] += 1
+            body = lines.again(one.start)
+            writer.reject(one.error, body, reason=reason, line=one.number)
+    return Imported(rollouts, tokens, dict(rejected), tuple(diagnoses))
+
+
+class _Refused(NamedTuple):
+    number: int
+    start: int  # of the line in the file
+    error: RolloutError
+    rollout_id: str | None  # None where too little could be read to judge it with the others
+
+    def reason(self, diagnoses: Sequence[Diagnosis]) -> str:
+        if self.rollout_id is None:
+            return self.error.code
+        return reason_of(self.rollout_id, self.error.code, diagnoses)
 
 
 def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Rollout:
@@ -159,9 +185,29 @@ def _as_list(key: str, value: Any) -> Any:
     return [value] if is_stop and not isinstance(value, list) else value
 
 
-def _read(file: Path) -> Iterator[tuple[int, bytes]]:
+class _Lines:
+    """The lines of a file that are not blank: number, where it starts, and bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                yield number, start, line.rstrip(b"\r\n")
+            start += len(line)
+
+    def again(self, start: int) -> bytes:
+        self._file.seek(start)
+        return self._file.readline().rstrip(b"\r\n")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Lines]:
     try:
-        content = file.read_bytes()
+        file = path.open("rb")
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    return ((n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip())
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    with file:
+        yield _Lines(file)
