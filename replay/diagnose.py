@@ -48,7 +48,7 @@ def diagnose(
     rollouts = list(rollouts)
     if evidence is None:
         return explain_record(rollouts) or [_clean(None)]
-    judge = RecordJudge()
+    judge = RecordJudge(check_engine=False)
     for rollout in rollouts:
         judge.add(rollout)
     informative = evidence.take(evidence.informative)
@@ -200,6 +200,8 @@ def _implausible(e: Evidence, pad: int) -> dict[str, int]:
     others = np.where(is_pad, np.inf, e.replay_support)
     gap = np.minimum.reduceat(others, e.support.offsets[:-1]) - of_pad if len(e) else of_pad
     known = np.flatnonzero(np.isfinite(gap))
+    if not len(known):
+        return {}
     known = known[np.argsort(e.rollout[known], kind="stable")]
     numbers, starts = np.unique(e.rollout[known], return_index=True)
     found = {}

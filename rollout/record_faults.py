@@ -26,8 +26,9 @@ class RecordJudge:
     It keeps facts of each rollout but none of its tokens, so that a file may be larger than memory.
     """
 
-    def __init__(self, vocab_size: int | None = None) -> None:
+    def __init__(self, vocab_size: int | None = None, *, check_engine: bool = True) -> None:
         self._vocab_size = vocab_size
+        self._check_engine = check_engine  # False where somebody else does
         self._group = Group()
         self._shifted, self._padded, self._full_stored = Shifted(), Padded(), FullStored()
         self._broken = _BrokenRules()
@@ -43,7 +44,8 @@ class RecordJudge:
         self._shifted.add(number, rollout)
         self._padded.add(number, rollout)
         self._full_stored.add(number, rollout)
-        self._engine.add(rollout)
+        if self._check_engine:
+            self._engine.add(rollout)
         if order := json.loads(rollout.engine_meta or "{}").get("filter_order"):
             self._declared[rollout.min_p > 0, order] += 1
 
