@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollout.diagnosis import SUPERSEDES, Diagnosis, without_consequences
@@ -32,7 +31,7 @@ class RecordJudge:
         self._group = Group()
         self._shifted, self._padded, self._full_stored = Shifted(), Padded(), FullStored()
         self._broken = _BrokenRules()
-        self._declared: Counter[tuple[bool, str]] = Counter()  # filter orders, by use of min_p
+        self._declared: dict[tuple[bool, str], list[int]] = {}  # by use of min_p and filter order
         self._engine = SelfCheck()
 
     def add(self, rollout: Rollout, faults: Sequence[Fault] | None = None) -> None:
@@ -47,7 +46,7 @@ class RecordJudge:
         if self._check_engine:
             self._engine.add(rollout)
         if order := json.loads(rollout.engine_meta or "{}").get("filter_order"):
-            self._declared[rollout.min_p > 0, order] += 1
+            self._declared.setdefault((rollout.min_p > 0, order), []).append(number)
 
     def diagnose(self) -> list[Diagnosis]:
         """What is wrong, without a trainer; none where nothing is."""
@@ -71,36 +70,27 @@ class RecordJudge:
         if engine is None:
             return []
         found = []
-        for with_min_p, shown in ((False, engine.filter_order), (True, engine.min_p_filter_order)):
-            wrong = {
-                order: n
-                for (with_it, order), n in self._declared.items()
-                if with_it == with_min_p and order != shown
-            }
-            if wrong and shown not in (UNKNOWN, "neither"):
-                (order, count), *_ = wrong.items()
-                found.append(self._wrong_order(order, count, shown, with_min_p, engine))
-        return found[:1]
+        for prefix, shown in (("", engine.filter_order), ("min_p_", engine.min_p_filter_order)):
+            for (with_min_p, declared), numbers in self._declared.items():
+                is_about = with_min_p == (prefix != "") and shown not in (UNKNOWN, "neither")
+                if is_about and declared != shown:
+                    words = f"engine_meta says that the filters are {declared}; the recorded "
+                    words += f"probabilities show that they are {shown}."
+                    found.append(self._wrong_order(numbers, words, prefix, engine))
+        return found
 
     def _wrong_order(
-        self, declared: str, count: int, shown: str, with_min_p: bool, engine: EngineCheck
+        self, numbers: Sequence[int], words: str, prefix: str, engine: EngineCheck
     ) -> Diagnosis:
-        scope = {"kind": "all", "where": "In every rollout"}
-        if count < 0.95 * len(self._group.ids):
-            words = " with min_p" if with_min_p else ""
-            scope = {"kind": "rollouts", "where": f"In {count} rollouts{words}"}
-        prefix = "min_p_" if with_min_p else ""
+        scope = self._group.scope(numbers)
+        counts = ("order_rows", "joint_violated", "sequential_violated")
         return Diagnosis(
             "filter_order",
             scope,
-            f"{scope['where']}, engine_meta says that the filters are {declared}; the recorded "
-            f"probabilities show that they are {shown}.",
-            {
-                "rows": getattr(engine, f"{prefix}order_rows"),
-                "joint_violated": getattr(engine, f"{prefix}joint_violated"),
-                "sequential_violated": getattr(engine, f"{prefix}sequential_violated"),
-            },
+            f"{scope['where']}, {words}",
+            {name: getattr(engine, prefix + name) for name in counts},
             "correct engine_meta; scores do not depend on it, re-deriving supports does",
+            rollouts=self._group.rollouts(numbers, scope),
         )
 
 

@@ -36,14 +36,15 @@ def settings(r: Rollout) -> dict[str, str]:
     """What the rollout was sampled with, but its own seed and length, each as text."""
     sent = json.loads(r.sampling_params or "{}")
     numbers = {
-        "temperature": round(r.temperature, 6),
-        "top_p": round(r.top_p, 6),
+        "temperature": r.temperature,
+        "top_p": r.top_p,
         "top_k": r.top_k,
-        "min_p": round(r.min_p, 6),
+        "min_p": r.min_p,
     }
     own = {k: v for k, v in sent.items() if k not in ("sampling_seed", "max_new_tokens")}
     return {
-        name: f"{value:g}" if isinstance(value, float) else json.dumps(value, sort_keys=True)
+        # a float32 in as many digits as it holds
+        name: f"{value:.6g}" if isinstance(value, float) else json.dumps(value, sort_keys=True)
         for name, value in sorted((own | numbers).items())
     }
 

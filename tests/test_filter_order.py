@@ -68,7 +68,8 @@ def test_a_sequential_run_that_claims_joint_filters_is_found_out(
 ) -> None:
     claimed = [declared_order("joint")(r) for r in runs[1e-9]]
     (got,) = explain_record([*claimed, *runs[0.0]])
-    assert (got.code, got.scope["where"]) == ("filter_order", "In 8 rollouts with min_p")
+    where = "In 8 of 16 rollouts, the only ones with min_p 1e-09"
+    assert (got.code, got.scope["where"]) == ("filter_order", where)
     assert "filters are joint; the recorded probabilities show that they are sequential" in (
         got.sentence
     )

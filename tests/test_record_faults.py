@@ -62,7 +62,7 @@ def test_broken_rules_are_judged_over_the_file_and_without_a_trainer(
     assert got[0].scope["kind"] == ("all" if which == "all" else "rollouts")
 
 
-def test_a_sampled_token_outside_its_support_of_b01() -> None:
+def test_a_sampled_token_outside_its_support_is_no_member() -> None:
     """p = [.4, .3, .2, .1], top_k 2, y = 2 with S = {0, 1}."""
     rollout = make_rollout(
         output_ids=np.array([2], np.int32),
