@@ -1,9 +1,15 @@
-"""How often a fault is named, against tokens: one panel per code, one line per size, as SVG."""
+"""How often a fault is named, against tokens: one panel per code, one line per size, as SVG.
+
+python benchmarks/power_plot.py ROWS SVG      ROWS is what `diagnosis.py power` printed
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -68,3 +74,8 @@ def panel(code: str, group: Sequence[dict[str, Any]], left: float, top: float) -
             f'<text x="{left + wide + 26}" y="{place}">{escape(fault)}</text>'
         )
     return lines
+
+
+if __name__ == "__main__":
+    printed, svg = map(Path, sys.argv[1:])
+    svg.write_text(draw([json.loads(line) for line in printed.read_text().splitlines()]))
