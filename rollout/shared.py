@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rollout.record import Rollout
 
 MAX_VALUES = 3  # of one property; more are a list, not a cause
 MIN_EACH = 2  # rollouts with each value: one rollout is the only one with its prompt
+MAX_TEXT = 60  # characters of a value in a sentence
 MIN_LENGTH = 3  # rollouts; two of a few are soon the two longest
 
 
@@ -43,8 +45,10 @@ def settings(r: Rollout) -> dict[str, str]:
     }
     own = {k: v for k, v in sent.items() if k not in ("sampling_seed", "max_new_tokens")}
     return {
-        # a float32 in as many digits as it holds
-        name: f"{value:.6g}" if isinstance(value, float) else json.dumps(value, sort_keys=True)
+        # a float32 in as many digits as it holds; a grammar stands in memory once
+        name: sys.intern(
+            f"{value:.6g}" if isinstance(value, float) else json.dumps(value, sort_keys=True)
+        )
         for name, value in sorted((own | numbers).items())
     }
 
@@ -85,10 +89,14 @@ def in_words(shared: dict[str, Any]) -> str:
     words = {"longer_than": "more than {} output tokens", "shorter_than": "fewer than {}"}
     words["shorter_than"] += " output tokens"
     parts = [
-        words[name].format(value) if name in words else f"{name} {' or '.join(value)}"
+        words[name].format(value) if name in words else f"{name} {' or '.join(map(_short, value))}"
         for name, value in shared.items()
     ]
     if not parts:
         return ""
     *first, last = parts
     return f", the only ones with {', '.join(first) + ' and ' if first else ''}{last}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

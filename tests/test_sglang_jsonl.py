@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,16 @@ def test_ids_beyond_a_known_vocabulary_are_rejected(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "d", recorded_lines(RECORDED[2])[:2])
     result = import_sglang_jsonl(file, tmp_path / "run", vocab_size=1000)
     assert result.rejected == {"id_outside_vocabulary": 2}
+
+
+def test_a_pipe_is_a_config_error(tmp_path: Path) -> None:
+    """The lines that were rejected are read again at the end."""
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(errors.ConfigError, match="read twice, got a pipe"):
+        import_sglang_jsonl(Path(f"/dev/fd/{read}"), tmp_path / "run")
+    os.close(read)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

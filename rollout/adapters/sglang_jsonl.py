@@ -74,7 +74,7 @@ def import_sglang_jsonl(
 ) -> Imported:
     """Convert `file` into the run directory `out`; every line ends in a shard or in rejected.jsonl.
 
-    Raises `ConfigError` if the file cannot be read.
+    Raises `ConfigError` if the file cannot be read, or not twice, as a pipe.
     """
     identity = {
         "imported": {"from": "sglang-jsonl", "file": file.name},
@@ -100,6 +100,7 @@ def import_sglang_jsonl(
                 if rollout is not None:
                     judge.add(rollout)
                     judged = rollout.rollout_id
+                _forget_traceback(error)
                 refused.append(_Refused(number, start, error, judged))
             else:
                 rollouts += 1
@@ -185,6 +186,11 @@ def _as_list(key: str, value: Any) -> Any:
     return [value] if is_stop and not isinstance(value, list) else value
 
 
+def _forget_traceback(error: RolloutError) -> None:
+    """Let go of what was read: frames hold it as long as the error that came from them."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
 class _Lines:
     """The lines of a file that are not blank: number, where it starts, and bytes."""
 
@@ -210,4 +216,6 @@ def _opened(path: Path) -> Iterator[_Lines]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
+        if not file.seekable():
+            raise ConfigError(f"{path}: must be a file that can be read twice, got a pipe; save it")
         yield _Lines(file)
