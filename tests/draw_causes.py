@@ -77,7 +77,7 @@ def main(model: Path) -> None:
             -6.0,
         ),
         (
-            "softcap: the far ids bend away",
+            "softcap: no single slope",
             "nats below the likeliest id, policy",
             below_the_largest(capped.evidence(rollouts)),
             -6.0,
