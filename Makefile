@@ -69,9 +69,10 @@ test-trainer-%: install
 bench: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/embedded.py --model $(MODEL)
 
-# the pictures of the page in docs/images
+# pictures in docs/images: of the page, and how causes look
 images: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/draw_images.py $(MODEL)
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/draw_causes.py $(MODEL)
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

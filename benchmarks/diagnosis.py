@@ -2,9 +2,9 @@
 
 python benchmarks/diagnosis.py clean --model PATH --resamples 200    recorded sets, by rollout
 python benchmarks/diagnosis.py fresh --model PATH --runs 60          new runs, embedded, bf16
-python benchmarks/diagnosis.py power --model PATH --draws 20         fault size against tokens
+python benchmarks/diagnosis.py power --model PATH                    fault size against tokens
 
-Prints one JSON object per line; docs/diagnosis.md quotes them.
+Prints one JSON object per line; docs/diagnosis.md quotes them. power_plot.py draws those of power.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fault_injector import (
     declared_temperature,
     every,
     in_some,
-    noisy_head,
+    noisy_body,
     on_ids,
     on_seen,
     softcapped,
@@ -160,25 +161,24 @@ async def _collect(
     ]
 
 
-FAULTS = {
-    "T off by 1 %": ("temperature_other", in_some(declared_temperature(1.01)), None),
-    "T off by 3 %": ("temperature_other", in_some(declared_temperature(1.03)), None),
-    "T off by 5 %": ("temperature_other", in_some(declared_temperature(1.05)), None),
-    "T off by 5 % in one of ten": (
-        "temperature_other",
-        in_some(declared_temperature(1.05), every(10)),
-        None,
-    ),
-    "bias 0.5 on one id": ("bias", in_some(on_ids({198: 0.5})), None),
-    "bias 1 on one id": ("bias", in_some(on_ids({198: 1.0})), None),
-    "penalty 0.2": ("penalty", in_some(on_seen(-0.2)), None),
-    "penalty 0.5": ("penalty", in_some(on_seen(-0.5)), None),
-    "softcap 100": ("softcap", list, softcapped(100.0)),
-    "softcap 50": ("softcap", list, softcapped(50.0)),
-    "head noise 1 %": ("other_weights", list, noisy_head(0.01)),
-    "head noise 2 %": ("other_weights", list, noisy_head(0.02)),
-    "head noise 5 %": ("other_weights", list, noisy_head(0.05)),
-}
+Change = Callable[[Policy], Policy]
+FAULTS: tuple[tuple[str, str, Callable[[list[Rollout]], list[Rollout]], Change | None], ...] = (
+    # code, size, on the record, on the policy; the smallest of a code first
+    ("temperature_other", "3 %", in_some(declared_temperature(1.03)), None),
+    ("temperature_other", "5 %", in_some(declared_temperature(1.05)), None),
+    ("temperature_other", "10 %", in_some(declared_temperature(1.1)), None),
+    ("temperature_other in 1 of 10", "10 %", in_some(declared_temperature(1.1), every(10)), None),
+    ("temperature_other in 1 of 10", "20 %", in_some(declared_temperature(1.2), every(10)), None),
+    ("bias", "0.5 on one id", in_some(on_ids({198: 0.5})), None),
+    ("bias", "1 on one id", in_some(on_ids({198: 1.0})), None),
+    ("penalty", "0.2", in_some(on_seen(-0.2)), None),
+    ("penalty", "0.5", in_some(on_seen(-0.5)), None),
+    ("other_weights", "body 1 %", list, noisy_body(0.01)),
+    ("other_weights", "body 2 %", list, noisy_body(0.02)),
+    ("softcap", "100", list, softcapped(100.0)),
+    ("softcap", "50", list, softcapped(50.0)),
+)
+WITHOUT = ("temperature_other",)  # also tried without support_logprobs
 
 
 def power(args: argparse.Namespace) -> None:
@@ -188,25 +188,30 @@ def power(args: argparse.Namespace) -> None:
     everyone = [r for name in RECORDED for r in recorded_rollouts(name)]
     # the sets share their rollout ids
     everyone = [replace(r, prompt_id=f"{i}", rollout_id=f"{i}:0") for i, r in enumerate(everyone)]
-    for fault, (code, inject, change) in FAULTS.items():
+    for panel, size, inject, change in FAULTS:
+        code = panel.split()[0]
         scorer = base if change is None else base.with_policy(change(base.policy))
-        for support in (True, False):
+        for support in (True, False) if panel in WITHOUT else (True,):
             named = {}
-            for size in map(int, args.tokens.split(",")):
+            for tokens in map(int, args.tokens.split(",")):
                 hits = 0
                 for _ in range(args.draws):
-                    drawn, tokens = [], 0
-                    for i in generator.permutation(len(everyone)):
-                        if tokens >= size:
-                            break
-                        drawn.append(everyone[i])
-                        tokens += everyone[i].num_output_tokens
-                    faulty = inject(drawn)
+                    faulty = inject(_drawn(everyone, tokens, generator))
                     if not support:
                         faulty = [without_support_logprobs(r) for r in faulty]
                     hits += codes(scorer.evidence(faulty), faulty) == code
-                named[size] = hits / args.draws
-            tell(fault=fault, code=code, support_logprobs=support, named=named)
+                named[tokens] = hits / args.draws
+            tell(code=panel, fault=size, support_logprobs=support, named=named)
+
+
+def _drawn(rollouts: list[Rollout], tokens: int, generator: np.random.Generator) -> list[Rollout]:
+    """Rollouts at random until they have so many output tokens."""
+    drawn: list[Rollout] = []
+    for i in generator.permutation(len(rollouts)):
+        if sum(r.num_output_tokens for r in drawn) >= tokens:
+            break
+        drawn.append(rollouts[i])
+    return drawn
 
 
 def main() -> None:
@@ -218,8 +223,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--draws", type=int, default=20)
-    parser.add_argument("--tokens", default="100,300,1000")
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--tokens", default="50,100,300")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.what == "fresh":

@@ -17,13 +17,14 @@ from replay.rule import (
     explain,
     floor,
 )
-from replay.scopes import everything
+from replay.scopes import Scope, everything
 from rollout.diagnosis import CLEAN, Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.record_faults import WHOLE_FILE, explain_record, find_record_faults
+from rollout.record_faults import RecordJudge, explain_record
 from rollout.self_check import EngineCheck
 
 MOST = 0.6  # a cause that removes so much is not the mere look of another
+MAX_CAUSES = 3  # in numbers, each in tokens of its own
 MAX_ENTRIES = 500_000  # of supports; of larger runs a part of the rollouts is diagnosed
 PADDING_GAP = 4.0  # nats below the least likely other id of a support, in the median
 
@@ -47,27 +48,26 @@ def diagnose(
     rollouts = list(rollouts)
     if evidence is None:
         return explain_record(rollouts) or [_clean(None)]
-    place = {r.rollout_id: i for i, r in enumerate(evidence.rollouts)}
-    record = find_record_faults(
-        rollouts,
-        engine,
-        lambda name, pad: _implausible(evidence, place[name], pad) if name in place else 0,
-    )
+    judge = RecordJudge(check_engine=False)
+    for rollout in rollouts:
+        judge.add(rollout)
+    informative = evidence.take(evidence.informative)
+    whole = judge.whole_file(lambda pad: _implausible(informative, pad))
     causes: list[Diagnosis] = []
     unexplained: list[Diagnosis] = []
-    comparable = _comparable(evidence, record)
+    comparable = _comparable(evidence, whole)
     if len(comparable) >= MIN_TOKENS:
         causes, unexplained = _numeric(comparable, rescore, other_prompts)
-    whole = [d for d in record if d.code in WHOLE_FILE]
-    broken = [d for d in record if d.code not in WHOLE_FILE]
-    found = without_consequences([*whole, *causes, *broken, *unexplained])
-    return found or [_clean(comparable)]
+    causes = [*whole, *causes]
+    broken = [*judge.broken_rules(causes), *judge.declared_order(engine)]
+    return without_consequences([*causes, *broken, *unexplained]) or [_clean(comparable)]
 
 
-def _comparable(e: Evidence, faults: Sequence[Diagnosis]) -> Evidence:
-    """Tokens whose numbers can be compared: what the record's own faults explain is left out."""
-    out = frozenset().union(*(fault.left_out for fault in faults))
-    comparable = np.array([r.rollout_id not in out for r in e.rollouts], bool)[e.rollout]
+def _comparable(e: Evidence, causes: Sequence[Diagnosis]) -> Evidence:
+    """Tokens whose numbers can be compared: those of shifted supports cannot."""
+    shifted = [d for d in causes if d.code == "shifted_by_one"]
+    is_in = [not any(d.covers(r.rollout_id) for d in shifted) for r in e.rollouts]
+    comparable = np.array(is_in, bool)[e.rollout]
     usable = e.informative & ~e.support.duplicated() & comparable
     step = max(1, -(-int(e.support.counts[usable].sum()) // MAX_ENTRIES))
     # of a large run tokens here and there, so that every rollout is among them
@@ -78,31 +78,44 @@ def _comparable(e: Evidence, faults: Sequence[Diagnosis]) -> Evidence:
 def _numeric(
     e: Evidence, rescore: Rescore | None, other_prompts: OtherPrompts | None
 ) -> tuple[list[Diagnosis], list[Diagnosis]]:
-    """Named causes, and what none of them explains."""
-    explanations = explain(e)
-    best = best_of(explanations)
-    mismatch = e.as_recorded.copy()
-    if best is not None and best.left <= (2 * EXCESS if best.share >= MOST else EXCESS):
-        mismatch[best.scope.tokens] = 0.0
-    causes = [] if best is None else [_of(best, explanations)]
+    """Named causes, each in tokens of its own, and what none of them explains."""
+    named: list[tuple[Explanation, Diagnosis]] = []
+    left, mismatch = np.ones(len(e), bool), e.as_recorded.copy()
+    while len(named) < MAX_CAUSES:
+        explanations = explain(e, left)
+        best = best_of(explanations)
+        if best is None:
+            break
+        named.append((best, _of(e, best, explanations)))
+        if best.left <= (2 * EXCESS if best.share >= MOST else EXCESS):
+            mismatch[best.scope.tokens] = 0.0
+        left &= ~best.scope.tokens
     rest = excess(e, mismatch)
     if rest is None:
-        return causes, []
-    unexplained = _unexplained(rest)
+        return [d for _, d in named], []
+    unexplained = _unexplained(e, rest)
     if rescore is not None and other_prompts is not None:
         unexplained = _with_other_prompts(e, rest, rescore, other_prompts) or unexplained
-    if best is not None and best.share < MOST and (best.scope.tokens & rest.scope.tokens).any():
-        causes = []  # a little of it looks like something else, as noise does
+    # a little of what is unexplained looks like something else, as noise does
+    causes = [
+        d for x, d in named if x.share >= MOST or not (x.scope.tokens & rest.scope.tokens).any()
+    ]
     return causes, [unexplained]
 
 
-def _of(best: Explanation, all_of_them: Sequence[Explanation]) -> Diagnosis:
+def _names(e: Evidence, scope: Scope) -> frozenset[str]:
+    return frozenset(e.rollouts[i].rollout_id for i in np.unique(e.rollout[scope.tokens]))
+
+
+def _of(e: Evidence, best: Explanation, all_of_them: Sequence[Explanation]) -> Diagnosis:
+    h = best.hypothesis
     rivals = [
         x.hypothesis.code
         for x in all_of_them
-        if x.hypothesis.code != best.hypothesis.code and x.gain >= ALIKE * best.gain
+        if x.hypothesis.code != h.code
+        and x.gain >= ALIKE * best.gain
+        and (x.scope.tokens & best.scope.tokens).sum() >= best.tokens / 2  # the same data
     ]
-    h = best.hypothesis
     facts = {"temperature": "?", "shift": 0.0} | best.facts
     if isinstance(facts["temperature"], list):
         facts["temperature"] = " / ".join(f"{t:g}" for t in facts["temperature"])
@@ -119,10 +132,11 @@ def _of(best: Explanation, all_of_them: Sequence[Explanation]) -> Diagnosis:
         },
         advice=h.advice,
         also=tuple(dict.fromkeys((*rivals, *h.same))),
+        rollouts=_names(e, best.scope),
     )
 
 
-def _unexplained(rest: Explanation) -> Diagnosis:
+def _unexplained(e: Evidence, rest: Explanation) -> Diagnosis:
     stale = rest.scope.kind in ("version", "tail")
     return Diagnosis(
         code="other_weights",
@@ -137,6 +151,7 @@ def _unexplained(rest: Explanation) -> Diagnosis:
         },
         advice="compare checkpoint, revision, adapters and quantisation of both sides, and "
         "whether the last weight update reached the engine",
+        rollouts=_names(e, rest.scope),
     )
 
 
@@ -170,22 +185,30 @@ def _with_other_prompts(
             | {n: round(r, 2) for n, r in ratios.items()},
         },
         advice="send and record the same prompt_ids; let one side add BOS and apply the template",
+        rollouts=_names(e, rest.scope),
     )
 
 
-def _implausible(e: Evidence, rollout: int, pad: int) -> int:
-    """Tokens where the policy puts `pad` far below every other id of the support."""
-    part = e.take((e.rollout == rollout) & e.informative)
-    if not len(part):
-        return 0
-    is_pad = part.support.ids == pad
-    of_pad = np.full(len(part), np.nan)
-    of_pad[part.rows[is_pad]] = part.replay_support[is_pad]
-    others = np.where(is_pad, np.inf, part.replay_support)
-    gap = np.minimum.reduceat(others, part.support.offsets[:-1]) - of_pad
-    known = gap[np.isfinite(gap)]
-    is_far = len(known) > 0 and np.median(known) > PADDING_GAP
-    return int((known > PADDING_GAP).sum()) if is_far else 0
+def _implausible(e: Evidence, pad: int) -> dict[str, int]:
+    """By rollout, the tokens where the policy puts `pad` far below every other id of the support.
+
+    None of a rollout where it does so in fewer than half of them. `e` holds no singletons.
+    """
+    is_pad = e.support.ids == pad
+    of_pad = np.full(len(e), np.nan)
+    of_pad[e.rows[is_pad]] = e.replay_support[is_pad]
+    others = np.where(is_pad, np.inf, e.replay_support)
+    gap = np.minimum.reduceat(others, e.support.offsets[:-1]) - of_pad if len(e) else of_pad
+    known = np.flatnonzero(np.isfinite(gap))
+    if not len(known):
+        return {}
+    known = known[np.argsort(e.rollout[known], kind="stable")]
+    numbers, starts = np.unique(e.rollout[known], return_index=True)
+    found = {}
+    for number, gaps in zip(numbers, np.split(gap[known], starts[1:]), strict=True):
+        if np.median(gaps) > PADDING_GAP:
+            found[e.rollouts[number].rollout_id] = int((gaps > PADDING_GAP).sum())
+    return found
 
 
 def _clean(e: Evidence | None) -> Diagnosis:

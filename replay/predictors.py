@@ -21,6 +21,7 @@ GRID_PAIRS = 3000
 FIT_ENTRIES = 10_000
 NEAR = 0.2  # factors this near 1 that the bf16 grid can rule out
 MAX_IDS = 5
+LEAST_BIAS = 0.2  # nats; a bf16 head rounds logits of 16 or more to 0.125, divided by T
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +236,7 @@ def bias(e: Evidence) -> Prediction | None:
             strength = np.abs(np.bincount(place, pull)) / np.sqrt(np.bincount(place, pull**2))
         # once one is sure, the next are likelier
         clear = strength > (3.5 if found.any() else 4.5)
-        enough = (np.bincount(place) >= 6) & (np.abs(by) > 0.1) & clear
+        enough = (np.bincount(place) >= 6) & (np.abs(by) > LEAST_BIAS) & clear
         strength = np.where(enough & (found == 0), strength * np.abs(by), 0.0)
         best = int(np.argmax(strength))
         if strength[best] == 0:

@@ -23,7 +23,7 @@ import numpy as np
 
 from replay.evidence import Evidence, Floats, Mask
 from replay.hypotheses import HYPOTHESES, Hypothesis
-from replay.scopes import Scope, everything, of_rollouts, scopes
+from replay.scopes import Scope, everything, of_rollouts, scopes, within
 
 # fixed on tests/data/sglang_0.5.23_cpu_pytorch; docs/diagnosis.md has the error rates on the others
 SHARE = 0.1
@@ -61,17 +61,18 @@ class Explanation:
         return self.hypothesis.freedom + self.scope.freedom
 
 
-def explain(e: Evidence) -> list[Explanation]:
-    """Every hypothesis that passes the rule, each in its best scope."""
-    everywhere = [(scope, e.take(scope.tokens)) for scope in scopes(e)]
-    numbers = np.unique(e.rollout)
-    numbers = numbers[:: -(-len(numbers) // MAX_ROLLOUTS)]
-    one_by_one = {int(i): e.take(e.rollout == i) for i in numbers}
+def explain(e: Evidence, left: Mask) -> list[Explanation]:
+    """Every hypothesis that passes the rule among the tokens of `left`, each in its best scope."""
+    tokens = [within(scope, left) for scope in scopes(e)]
+    everywhere = [(scope, e.take(scope.tokens)) for scope in tokens if scope.tokens.any()]
+    numbers = np.unique(e.rollout[left])
+    numbers = numbers[:: max(1, -(-len(numbers) // MAX_ROLLOUTS))]
+    one_by_one = {int(i): e.take((e.rollout == i) & left) for i in numbers}
     found = []
     for hypothesis in HYPOTHESES:
         tried = [judge(part, hypothesis, scope) for scope, part in everywhere]
         if hypothesis.by_rollout:
-            tried.append(_picked(e, one_by_one, hypothesis))
+            tried.append(_picked(e, left, one_by_one, hypothesis))
         chosen = best_of([x for x in tried if x is not None and passes(x, e)])
         if chosen is not None:
             found.append(chosen)
@@ -188,7 +189,9 @@ def _noise(e: Evidence) -> Floats:
     return noise
 
 
-def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> Explanation | None:
+def _picked(
+    e: Evidence, left: Mask, parts: dict[int, Evidence], hypothesis: Hypothesis
+) -> Explanation | None:
     """The rollouts that the hypothesis explains one by one, judged together."""
     fitted = np.zeros(len(e.rollouts), bool)
     for i, part in parts.items():
@@ -199,7 +202,7 @@ def _picked(e: Evidence, parts: dict[int, Evidence], hypothesis: Hypothesis) -> 
             fitted[i] = one.share >= SHARE_PICKED and one.strength >= least
     if not fitted.any():
         return None
-    scope = of_rollouts(e, fitted)
+    scope = of_rollouts(e, fitted, left)
     return judge(e.take(scope.tokens), hypothesis, scope)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from replay.evidence import Evidence, Mask
 from rollout.record import Rollout
+from rollout.shared import Traits, endpoint, in_words, settings, what_only_they_share
 
 MAX_VALUES = 12  # of one property; more are not tried one by one
 TAILS = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -19,7 +19,7 @@ MIN_TOKENS = 10
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """`kind` is all, setting, endpoint, version, tail, length, rollouts or ids."""
+    """`kind` is all, setting, endpoint, version, tail, length, rollouts, ids or rest."""
 
     kind: str
     where: str  # in words, to start a sentence with
@@ -41,35 +41,37 @@ def scopes(e: Evidence) -> list[Scope]:
     return [s for s in found if s.tokens.sum() >= MIN_TOKENS]
 
 
-def of_rollouts(e: Evidence, affected: Mask) -> Scope:
+def of_rollouts(e: Evidence, affected: Mask, left: Mask | None = None) -> Scope:
     """The rollouts of `affected` [n], with what only they share, if anything."""
     names = [r.rollout_id for r, is_in in zip(e.rollouts, affected, strict=True) if is_in]
+    seen = np.isin(np.arange(len(e.rollouts)), e.rollout)  # others were not looked at
+    traits = [Traits.of(r) for r in e.rollouts]
+    share = what_only_they_share(
+        [t for t, is_in in zip(traits, affected, strict=True) if is_in],
+        [t for t, is_other in zip(traits, seen & ~affected, strict=True) if is_other],
+    )
     where = f"In {len(names)} of {len(e.rollouts)} rollouts ({', '.join(names[:3])}"
     where += ", …)" if len(names) > 3 else ")"
-    facts = {"rollouts": len(names), "first": names[:10]}
-    return Scope("rollouts", where, affected[e.rollout], facts, freedom=4)
+    facts = {"rollouts": len(names), "first": names[:10]} | ({"share": share} if share else {})
+    tokens = affected[e.rollout]
+    if left is not None:
+        tokens &= left
+    return Scope("rollouts", where + in_words(share), tokens, facts, freedom=4)
 
 
-def settings(rollout: Rollout) -> str:
-    """What the rollout was sampled with, but its own seed."""
-    sent = json.loads(rollout.sampling_params or "{}")
-    own = {k: v for k, v in sent.items() if k not in ("sampling_seed", "max_new_tokens")}
-    numbers = {
-        "temperature": round(rollout.temperature, 6),
-        "top_p": round(rollout.top_p, 6),
-        "top_k": rollout.top_k,
-        "min_p": round(rollout.min_p, 6),
-    }
-    return json.dumps(own | numbers, sort_keys=True)
+def within(scope: Scope, left: Mask) -> Scope:
+    """`scope` without the tokens that another cause was found for."""
+    if scope.kind == "all" and not left.all():
+        return Scope("rest", "Everywhere else", left, freedom=2)
+    return replace(scope, tokens=scope.tokens & left)
 
 
-def endpoint(rollout: Rollout) -> str | None:
-    value = json.loads(rollout.engine_meta or "{}").get("endpoint")
-    return None if value is None else str(value)
+def _setting(r: Rollout) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings(r).items())
 
 
 def _shared(e: Evidence) -> Iterator[Scope]:
-    for kind, of in (("setting", settings), ("endpoint", endpoint)):
+    for kind, of in (("setting", _setting), ("endpoint", endpoint)):
         values = [of(r) for r in e.rollouts]
         for value, is_in in _each(values):
             yield Scope(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Diagnosis:
     evidence: dict[str, Any] = field(default_factory=dict)
     advice: str = ""
     also: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()  # rollouts whose numbers it makes incomparable
+    rollouts: frozenset[str] | None = None  # ids of those it is in; None: all of them
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -56,14 +56,35 @@ class Diagnosis:
             "also": list(self.also),
         }
 
+    def covers(self, rollout_id: str) -> bool:
+        return self.rollouts is None or rollout_id in self.rollouts
 
-def without_consequences(found: Iterable[Diagnosis]) -> list[Diagnosis]:
-    """What follows from another diagnosis is named in its `also`, and a code stands once."""
-    out: dict[str, Diagnosis] = {}
+    def is_within(self, other: Diagnosis) -> bool:
+        """Whether it is in no rollout that `other` is not in."""
+        if other.rollouts is None:
+            return True
+        return self.rollouts is not None and self.rollouts <= other.rollouts
+
+    def explains(self, code: str) -> bool:
+        """Whether `code` is its own or follows from it."""
+        return code == self.code or code in SUPERSEDES.get(self.code, ())
+
+    def with_also(self, codes: Sequence[str]) -> Diagnosis:
+        more = dict.fromkeys((*self.also, *(c for c in codes if c != self.code)))
+        return replace(self, also=tuple(more))
+
+
+def without_consequences(found: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """What follows from a diagnosis of the same rollouts is named in its `also` instead.
+
+    A fault in other rollouts is another fault, whatever its code.
+    """
+    out: list[Diagnosis] = []
     for d in found:
-        out.setdefault(d.code, d)
-    for code, consequences in SUPERSEDES.items():
-        if code in out and (gone := [c for c in out if c in consequences]):
-            out[code] = replace(out[code], also=tuple(dict.fromkeys((*out[code].also, *gone))))
-            out = {c: d for c, d in out.items() if c not in gone}
-    return list(out.values())
+        causes = (c for c in found if c is not d and c.code != d.code and c.explains(d.code))
+        same = (c for c in out if c.code == d.code)
+        if not any(d.is_within(c) for c in (*causes, *same)):
+            out.append(d)
+    return [
+        d.with_also([c.code for c in found if d.explains(c.code) and c.is_within(d)]) for d in out
+    ]

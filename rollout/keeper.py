@@ -91,7 +91,7 @@ class Keeper:
     def _store(self, outcome: Outcome) -> None:
         """Into the shards, rejected.jsonl or errors.jsonl: every outcome leaves a trace."""
         progress, request = self._progress, outcome.request
-        about = {"rollout_id": request.rollout_id, "attempts": outcome.attempts}
+        about: dict[str, Any] = {"rollout_id": request.rollout_id, "attempts": outcome.attempts}
         if self._config.keep_aborted:
             self._store_aborted(outcome)
         error = outcome.error

@@ -1,51 +1,15 @@
-"""Causes that the record alone shows: broken content rules, judged over all rollouts at once."""
+"""Causes that the record alone shows, judged over all rollouts of a run or a file at once."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
-from rollout.diagnosis import Diagnosis, without_consequences
+from rollout.diagnosis import SUPERSEDES, Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.rules import SENTINEL, SUM_SLACK, find_faults
-from rollout.self_check import UNKNOWN, EngineCheck, check_engine
-
-MIN_TOKENS = 10
-
-
-Implausible = Callable[[str, int], int]
-"""Tokens of a rollout where the policy puts an id far below every other id of the support."""
-
-
-def explain_record(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
-    """What is wrong with `rollouts`, which may break content rules; none where nothing is."""
-    found = [
-        *find_record_faults(rollouts, check_engine(rollouts)),
-        *_full_stored(rollouts),
-    ]
-    whole = [d for d in found if d.code in WHOLE_FILE]
-    return without_consequences([*whole, *(d for d in found if d.code not in WHOLE_FILE)])
-
-
-def find_record_faults(
-    rollouts: Sequence[Rollout],
-    engine: EngineCheck | None,
-    implausible: Implausible = lambda rollout_id, pad: 0,
-) -> list[Diagnosis]:
-    """Whole-file causes first, then each broken rule by its own code, most tokens first."""
-    return [
-        *_shifted(rollouts),
-        *_padded(rollouts, implausible),
-        *_broken_rules(rollouts),
-        *_declared_order(rollouts, engine),
-    ]
-
-
-WHOLE_FILE = ("shifted_by_one", "support_padded", "full_logprobs_stored")
+from rollout.rules import Fault, find_faults
+from rollout.self_check import UNKNOWN, EngineCheck, SelfCheck
+from rollout.whole_file_faults import FullStored, Group, Implausible, Padded, Shifted
 
 ADVICE = {
     "duplicate_ids": "deduplicate where supports are made: an id twice counts twice in the sum",
@@ -55,171 +19,136 @@ ADVICE = {
 }
 
 
-def _broken_rules(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
-    tokens: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    names: dict[str, list[str]] = {}
-    for rollout in rollouts:
-        for fault in find_faults(rollout):
-            tokens[fault.code] += len(fault.positions)
-            first.setdefault(fault.code, f"{rollout.rollout_id}: {fault.message}")
-            names.setdefault(fault.code, []).append(rollout.rollout_id)
-    return [
-        Diagnosis(
-            code,
-            _scope(sorted(set(names[code])), rollouts),
-            f"{count} tokens break the rule {code}; first {first[code]}.",
-            {"tokens": count},
-            ADVICE.get(code, "see the rule in docs/format.md"),
-        )
-        for code, count in tokens.most_common()
-    ]
+class RecordJudge:
+    """Sees rollouts one by one, also those that break content rules, and then says what is wrong.
 
+    It keeps facts of each rollout but none of its tokens, so that a file may be larger than memory.
+    """
 
-def _scope(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    if len(names) >= 0.95 * len(rollouts):
-        return {"kind": "all", "where": "In every rollout"}
-    return {
-        "kind": "rollouts",
-        "where": f"In {len(names)} of {len(rollouts)} rollouts",
-        "rollouts": len(names),
-        "first": list(names[:10]),
-    }
+    def __init__(self, vocab_size: int | None = None, *, check_engine: bool = True) -> None:
+        self._vocab_size = vocab_size
+        self._check_engine = check_engine  # False where somebody else does
+        self._group = Group()
+        self._shifted, self._padded, self._full_stored = Shifted(), Padded(), FullStored()
+        self._broken = _BrokenRules()
+        self._declared: dict[tuple[bool, str], list[int]] = {}  # by use of min_p and filter order
+        self._engine = SelfCheck()
 
+    def add(self, rollout: Rollout, faults: Sequence[Fault] | None = None) -> None:
+        """`rollout` must pass the format rules; `faults`, unless given, are found."""
+        number = self._group.add(rollout)
+        if faults is None:
+            faults = find_faults(rollout, self._vocab_size)
+        self._broken.add(number, faults)
+        self._shifted.add(number, rollout)
+        self._padded.add(number, rollout)
+        self._full_stored.add(number, rollout)
+        if self._check_engine:
+            self._engine.add(rollout)
+        if order := json.loads(rollout.engine_meta or "{}").get("filter_order"):
+            self._declared.setdefault((rollout.min_p > 0, order), []).append(number)
 
-def _shifted(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
-    """Supports that hold the neighbouring output token, but not their own."""
-    names, steps, tokens = [], Counter[int](), 0
-    for r in rollouts:
-        if r.num_output_tokens < 5 or r.is_forced.any():
-            continue
-        own = r.support.contains(r.output_ids).mean()
-        for step in (1, -1):
-            neighbour = r.support.contains(np.roll(r.output_ids, -step))
-            held = neighbour[:-1] if step > 0 else neighbour[1:]
-            if own < 0.9 and held.mean() > 0.98:
-                names.append(r.rollout_id)
-                steps[step] += 1
-                tokens += r.num_output_tokens
-                break
-    if tokens < MIN_TOKENS:
-        return []
-    scope = _scope(names, rollouts)
-    step = steps.most_common(1)[0][0]
-    return [
-        Diagnosis(
-            "shifted_by_one",
-            scope,
-            f"{scope['where']}, the support of output token t is that of token t{step:+d}.",
-            {"tokens": tokens, "shift": step},
-            "align supports with output_ids: row t is what token t was sampled from",
-            left_out=frozenset(names),
-        )
-    ]
+    def diagnose(self) -> list[Diagnosis]:
+        """What is wrong, without a trainer; none where nothing is."""
+        causes = [*self.whole_file(), *self._full_stored.diagnose(self._group)]
+        found = [*causes, *self.broken_rules(causes), *self.declared_order(self._engine.facts())]
+        return without_consequences(found)
 
+    def whole_file(self, implausible: Implausible = lambda pad: {}) -> list[Diagnosis]:
+        """Faults of whole files that a trainer's numbers do not show better."""
+        return [
+            *self._shifted.diagnose(self._group),
+            *self._padded.diagnose(self._group, implausible),
+        ]
 
-def _padded(rollouts: Sequence[Rollout], implausible: Implausible) -> list[Diagnosis]:
-    """One id in nearly every support, with next to no probability where it should have some."""
-    counts = Counter[int]()
-    for r in rollouts:
-        if (sampled := int((~r.is_forced).sum())) >= 5:
-            ids, times = np.unique(r.support.ids, return_counts=True)
-            counts.update(ids[times >= 0.95 * sampled].tolist())
-    for pad, _ in counts.most_common(3):
-        names, proof = _padded_with(rollouts, pad, implausible)
-        if proof >= MIN_TOKENS:
-            scope = _scope(names, rollouts)
-            return [
-                Diagnosis(
-                    "support_padded",
-                    scope,
-                    f"{scope['where']}, id {pad} is in every support and has no probability "
-                    "there: padding was recorded as part of the support.",
-                    {"id": pad, "tokens": proof},
-                    "cut each support to its own length before it is recorded",
-                )
-            ]
-    return []
+    def broken_rules(self, causes: Sequence[Diagnosis]) -> list[Diagnosis]:
+        """Each broken rule by its own code, most tokens first, where no cause explains it."""
+        return self._broken.diagnose(self._group, causes)
 
+    def declared_order(self, engine: EngineCheck | None) -> list[Diagnosis]:
+        """`engine_meta` names another filter order than the recorded probabilities show."""
+        if engine is None:
+            return []
+        found = []
+        for prefix, shown in (("", engine.filter_order), ("min_p_", engine.min_p_filter_order)):
+            for (with_min_p, declared), numbers in self._declared.items():
+                is_about = with_min_p == (prefix != "") and shown not in (UNKNOWN, "neither")
+                if is_about and declared != shown:
+                    words = f"engine_meta says that the filters are {declared}; the recorded "
+                    words += f"probabilities show that they are {shown}."
+                    found.append(self._wrong_order(numbers, words, prefix, engine))
+        return found
 
-def _padded_with(
-    rollouts: Sequence[Rollout], pad: int, implausible: Implausible
-) -> tuple[list[str], int]:
-    """The rollouts padded with `pad`, and the number of tokens that prove it."""
-    names, proof = [], 0
-    for r in rollouts:
-        entries = np.flatnonzero(r.support.ids == pad)
-        rows = r.support.rows[entries]
-        sampled = ~r.is_forced
-        if not sampled.any() or len(np.unique(rows)) < 0.95 * sampled.sum():
-            continue
-        mine = 0
-        others = r.output_ids[rows] != pad
-        if r.support_logprobs is not None:
-            values = r.support_logprobs[entries]
-            exact = np.exp(r.support_logprobs.astype(np.float64))
-            is_other = r.support.ids != pad
-            total = np.bincount(r.support.rows, exact, len(r.support))[rows]
-            rest = np.bincount(r.support.rows[is_other], exact[is_other], len(r.support))[rows]
-            # a logprob that no sampler gives, or mass beside ids that have all of it
-            is_number = np.isfinite(values) & (values > SENTINEL)
-            is_beside = (np.abs(rest - 1) < SUM_SLACK) & (np.abs(total - 1) > SUM_SLACK)
-            mine = int((others & (~is_number | is_beside)).sum())
-        else:
-            certain = np.abs(r.sampling_logprobs[rows]) <= 1e-6
-            mine = int((others & certain & (r.support.counts[rows] == 2)).sum())
-        mine = max(mine, implausible(r.rollout_id, pad))
-        if mine >= max(3, 0.3 * len(rows)):
-            names.append(r.rollout_id)
-            proof += mine
-    return names, proof
-
-
-def _full_stored(rollouts: Sequence[Rollout]) -> list[Diagnosis]:
-    """sampling_logprobs that are the full ones although ids were left out."""
-    names, tokens = [], 0
-    for r in rollouts:
-        many = r.support.counts > 1
-        if r.full_logprobs is None or many.sum() < 5:
-            continue
-        if (np.abs(r.full_logprobs - r.sampling_logprobs)[many] < 1e-6).mean() > 0.95:
-            names.append(r.rollout_id)
-            tokens += int(many.sum())
-    if tokens < MIN_TOKENS:
-        return []
-    scope = _scope(names, rollouts)
-    words = f"{scope['where']}, sampling_logprobs are the full logprobs: no support was applied."
-    advice = "store the engine's sampling-mask logprobs, not those over the whole vocabulary"
-    return [Diagnosis("full_logprobs_stored", scope, words, {"tokens": tokens}, advice)]
-
-
-def _declared_order(rollouts: Sequence[Rollout], engine: EngineCheck | None) -> list[Diagnosis]:
-    """`engine_meta` names another filter order than the recorded probabilities show."""
-    if engine is None or engine.filter_order in (UNKNOWN, "neither"):
-        return []
-    declared = Counter(
-        order
-        for r in rollouts
-        if r.min_p == 0 and (order := json.loads(r.engine_meta or "{}").get("filter_order"))
-    )
-    wrong = {order: n for order, n in declared.items() if order != engine.filter_order}
-    if not wrong:
-        return []
-    (order, count), *_ = wrong.items()
-    scope = {"kind": "all", "where": "In every rollout"}
-    if count < 0.95 * len(rollouts):
-        scope = {"kind": "rollouts", "where": f"In {count} rollouts"}
-    return [
-        Diagnosis(
+    def _wrong_order(
+        self, numbers: Sequence[int], words: str, prefix: str, engine: EngineCheck
+    ) -> Diagnosis:
+        scope = self._group.scope(numbers)
+        counts = ("order_rows", "joint_violated", "sequential_violated")
+        return Diagnosis(
             "filter_order",
             scope,
-            f"{scope['where']}, engine_meta says that the filters are {order}; the recorded "
-            f"probabilities show that they are {engine.filter_order}.",
-            {
-                "rows": engine.order_rows,
-                "joint_violated": engine.joint_violated,
-                "sequential_violated": engine.sequential_violated,
-            },
+            f"{scope['where']}, {words}",
+            {name: getattr(engine, prefix + name) for name in counts},
             "correct engine_meta; scores do not depend on it, re-deriving supports does",
+            rollouts=self._group.rollouts(numbers, scope),
         )
-    ]
+
+
+def explain_record(rollouts: Iterable[Rollout]) -> list[Diagnosis]:
+    """What is wrong with `rollouts`, which may break content rules; none where nothing is."""
+    judge = RecordJudge()
+    for rollout in rollouts:
+        judge.add(rollout)
+    return judge.diagnose()
+
+
+def reason_of(rollout_id: str, code: str, diagnoses: Sequence[Diagnosis]) -> str:
+    """Why a rollout breaks the rule `code`: the code of the diagnosis that explains it."""
+    for d in diagnoses:
+        if d.explains(code) and d.covers(rollout_id):
+            return d.code
+    return code
+
+
+class _BrokenRules:
+    """Content rules that rollouts break."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[Fault]] = {}
+
+    def add(self, number: int, faults: Sequence[Fault]) -> None:
+        if faults:
+            self._found[number] = list(faults)
+
+    def diagnose(self, group: Group, causes: Sequence[Diagnosis]) -> list[Diagnosis]:
+        """One per code and per what explains it; those that something explains come last."""
+        broken: dict[tuple[str, str], dict[int, list[Fault]]] = {}
+        for number, faults in self._found.items():
+            here = [c for c in causes if c.covers(group.ids[number])]
+            codes = {f.code for f in faults}
+            for fault in faults:
+                by = [c.code for c in here if c.explains(fault.code)]
+                by += [code for code in codes if fault.code in SUPERSEDES.get(code, ())]
+                key = fault.code, by[0] if by else ""
+                broken.setdefault(key, {}).setdefault(number, []).append(fault)
+        found = [
+            (explained != "", _broken_rule(code, by_rollout, group))
+            for (code, explained), by_rollout in broken.items()
+        ]
+        found.sort(key=lambda pair: (pair[0], -pair[1].evidence["tokens"]))
+        return [d for _, d in found]
+
+
+def _broken_rule(code: str, found: Mapping[int, Sequence[Fault]], group: Group) -> Diagnosis:
+    numbers = sorted(found)
+    scope = group.scope(numbers)
+    count = sum(len(fault.positions) for faults in found.values() for fault in faults)
+    first = f"{group.ids[numbers[0]]}: {found[numbers[0]][0].message}"
+    return Diagnosis(
+        code,
+        scope,
+        f"{scope['where']}: {count} tokens break the rule {code}; first {first}.",
+        {"tokens": count},
+        ADVICE.get(code, "see the rule in docs/format.md"),
+        rollouts=frozenset(group.ids[n] for n in numbers),
+    )

@@ -28,6 +28,8 @@ GRID = 1 / 32  # bf16 numbers of size 4 or more are multiples of it
 GRID_SLACK = 2e-5  # float32 logprobs; recorded sets: 99.5 % of pairs are within 1e-5
 
 MIN_ROWS = 3  # fewer rows that rule something out are not believed
+MAX_VOCABULARY = 2**20  # more ids than any model has
+
 FEW = 0.1  # a fact may be contradicted by so many rows for each that contradicts the other:
 # rounding and ties at a cut-off
 EXPECTED_TIES = 5.0  # none seen where so many are expected: a chance of e^-5
@@ -37,8 +39,9 @@ EXPECTED_TIES = 5.0  # none seen where so many are expected: a chance of e^-5
 class EngineCheck:
     """Facts about the engine, each "unknown" where the evidence lacks; counts are of tokens.
 
-    A row is an output token with two ids or more. Order is read from rows with top_k, a top_p
-    below 1 and no min_p: with top_p 1 both orders give the same support.
+    A row is an output token with two ids or more. Order is read from rows with top_k and a top_p
+    below 1: with top_p 1 both orders give the same support. Rows with min_p have an order of their
+    own: some engines change it then.
     """
 
     filter_order: str  # joint, sequential, neither
@@ -48,6 +51,10 @@ class EngineCheck:
     order_rows: int
     joint_violated: int
     sequential_violated: int
+    min_p_filter_order: str  # the same for rows with min_p
+    min_p_order_rows: int
+    min_p_joint_violated: int
+    min_p_sequential_violated: int
     top_k_rows: int  # supports of top_k ids or more
     above_top_k: int
     ties_expected: float  # cut-off ties among top_k_rows, from ties just inside the cut-off
@@ -86,8 +93,12 @@ class SelfCheck:
         )
         # with full logprobs before temperature, only T = 1 gives the engine's probabilities
         parts = ("t1_",) if before == "before_temperature" else ("t1_", "")
-        order_rows, joint, sequential = (
-            sum(n[part + name] for part in parts) for name in ("order", "joint", "sequential")
+        (rows, joint, sequential), (min_p_rows, min_p_joint, min_p_sequential) = (
+            [
+                sum(n[f"{part}{min_p}{name}"] for part in parts)
+                for name in ("order", "joint", "sequential")
+            ]
+            for min_p in ("", "min_p_")
         )
         ties = n["top_k_rows"] * n["tied_inside"] / max(n["bound_rows"], 1)
         if n["above_top_k"] >= MIN_ROWS:
@@ -105,9 +116,15 @@ class SelfCheck:
             tie_policy=policy,
             head=head,
             full_logprobs=before,
-            order_rows=order_rows,
+            order_rows=rows,
             joint_violated=joint,
             sequential_violated=sequential,
+            min_p_filter_order=_decide(
+                {"joint": min_p_joint, "sequential": min_p_sequential}, "neither"
+            ),
+            min_p_order_rows=min_p_rows,
+            min_p_joint_violated=min_p_joint,
+            min_p_sequential_violated=min_p_sequential,
             top_k_rows=n["top_k_rows"],
             above_top_k=n["above_top_k"],
             ties_expected=round(ties, 2),
@@ -145,7 +162,7 @@ class SelfCheck:
         self._n["before_wrong"] += int((before > 1 + 10 * SLACK).sum())
 
     def _add_order(self, rows: _Rows, r: Rollout) -> None:
-        if not (r.top_k >= 1 and 0 < r.top_p < 1 and r.min_p == 0):
+        if not (r.top_k >= 1 and 0 < r.top_p < 1):
             return
         p = np.exp(rows.logprobs + (rows.full - rows.sampling)[rows.of_entry])
         mass, weakest = rows.sums(p), np.minimum.reduceat(p, rows.starts)
@@ -155,7 +172,10 @@ class SelfCheck:
         top_k_mass_at_most = np.minimum(1.0, mass + missing * weakest)
         too_wide = above > r.top_p + SLACK
         too_narrow = (rows.counts < r.top_k) & (mass < r.top_p - SLACK)
-        part = "t1_" if r.temperature == 1.0 else ""
+        if r.min_p > 0:
+            # whatever min_p left out is below this; a narrow support is its work where that may do
+            too_narrow &= 1 - mass > MAX_VOCABULARY * r.min_p * np.maximum.reduceat(p, rows.starts)
+        part = ("t1_" if r.temperature == 1.0 else "") + ("min_p_" if r.min_p > 0 else "")
         self._n[part + "order"] += len(mass)
         self._n[part + "joint"] += int((too_wide | too_narrow).sum())
         self._n[part + "sequential"] += int((above > r.top_p * top_k_mass_at_most + SLACK).sum())

@@ -155,8 +155,15 @@ class RunWriter:
                 self._finish_shard(shard)
             write_state(self.path, self._names)
 
-    def reject(self, error: RolloutError, body: bytes | None, **about: Any) -> None:
-        """Keep a reply that broke a rule: its reason, and the bytes as they came."""
+    def reject(
+        self, error: RolloutError, body: bytes | None, *, reason: str | None = None, **about: Any
+    ) -> None:
+        """Keep a reply that broke a rule: its reason, and the bytes as they came.
+
+        The reason is the code of `error`, or one that explains it: then the code stays as `rule`.
+        """
+        if reason not in (None, error.code):
+            about = {"reason": reason, "rule": error.code} | about
         self._note(schema.REJECTED_FILE, error, about, _as_text(body))
 
     def fail(self, error: RolloutError, **about: Any) -> None:

@@ -1,15 +1,15 @@
 """Clean rollouts in, faulty ones out: one function per fault, exact where the record allows it.
 
 A fault changes the rollouts of `which` (all of them by default) and leaves the others as they are.
-Faults of the policy take and return a `Policy`. `CASES` are the seeded faults of the acceptance
-tests, each with the code that `diagnose` must name first.
+Faults of the policy take and return a `Policy`. `fault_cases` is a table of them.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -202,6 +202,11 @@ def declared_order(order: str) -> Change:
     return change
 
 
+def prompt_ids(change: Callable[[list[int]], list[int]]) -> Change:
+    """The engine read another prompt than the one that is recorded."""
+    return lambda r: replace(r, prompt_ids=np.array(change(r.prompt_ids.tolist()), np.int32))
+
+
 def at_endpoint(url: str) -> Change:
     return lambda r: replace(
         r, engine_meta=json.dumps(json.loads(r.engine_meta) | {"endpoint": url}, sort_keys=True)
@@ -261,8 +266,27 @@ def noisy_norm(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
     return change
 
 
+BODY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def noisy_body(size: float, seed: int = 0) -> Callable[[Policy], Policy]:
+    """Every matrix of attention and MLP times 1 + size * N(0, 1): weights of another step."""
+
+    def change(policy: Policy) -> Policy:
+        generator = torch.Generator().manual_seed(seed)
+        body = copy.deepcopy(policy.body)
+        with torch.no_grad():
+            for name, weight in body.named_parameters():
+                if name.split(".")[-2] in BODY:
+                    noise = torch.randn(weight.shape, generator=generator)
+                    weight.mul_((1 + size * noise).to(weight.dtype))
+        return replace(policy, body=body)
+
+    return change
+
+
 def head_row_moved(token: int, by: float) -> Callable[[Policy], Policy]:
-    """One row of the head is another one: bug case A13."""
+    """One row of the head is another one, as in a tied head that was cloned and went stale."""
 
     def change(policy: Policy) -> Policy:
         weight = policy.weight.clone()
@@ -272,79 +296,27 @@ def head_row_moved(token: int, by: float) -> Callable[[Policy], Policy]:
     return change
 
 
-@dataclass(frozen=True)
-class Case:
-    """A seeded fault. `kind` is the wanted kind of scope, where only one is right."""
-
-    name: str
-    code: str
-    inject: Inject = list
-    policy: Callable[[Policy], Policy] | None = None
-    kind: str | None = None
+def in_halves(r: Rollout) -> Rollout:
+    """The first half of the output is of weight version `old`, the rest of `new`."""
+    border, end = len(r.output_ids) // 2, len(r.output_ids)
+    return replace(
+        r, weight_versions=(WeightSpan("old", 0, border), WeightSpan("new", border, end))
+    )
 
 
-def _sampled_only(inject: Inject) -> Inject:
-    return lambda rollouts: [without_support_logprobs(r) for r in inject(rollouts)]
+def of_version(version: str) -> Callable[[Rollout], NDArray[np.bool_]]:
+    def mask(r: Rollout) -> NDArray[np.bool_]:
+        out = np.zeros(len(r.output_ids), bool)
+        for span in r.weight_versions:
+            out[span.start : span.end] |= span.version == version
+        return out
+
+    return mask
 
 
-def _two_endpoints(change: Change) -> Inject:
-    """Odd rollouts came from b, which is faulty."""
-    at_a, at_b = at_endpoint("http://a"), at_endpoint("http://b")
-    return lambda rollouts: [at_b(change(r)) if i % 2 else at_a(r) for i, r in enumerate(rollouts)]
+def of_endpoint(url: str) -> Callable[[Rollout], NDArray[np.bool_]]:
+    return lambda r: np.full(len(r.output_ids), json.loads(r.engine_meta).get("endpoint") == url)
 
 
-def _is_warm(i: int, r: Rollout) -> bool:
-    return abs(r.temperature - 1.3) < 1e-3
-
-
-IGNORED = logits_times(lambda r: r.temperature)
-DOUBLED = logits_times(lambda r: 1 / r.temperature)
-OTHER = stale_before(0.5, lambda r: noise_of(r, 0.3))
-OFTEN = 198  # a line feed, in hundreds of recorded supports
-
-CASES = (
-    Case("T ignored", "temperature_ignored", in_some(IGNORED)),
-    Case("T ignored, sampled only", "temperature_ignored", _sampled_only(in_some(IGNORED))),
-    Case("T ignored by one endpoint", "temperature_ignored", _two_endpoints(IGNORED), kind="endpoint"),
-    Case("T doubled", "temperature_doubled", in_some(DOUBLED)),
-    Case("T doubled, sampled only", "temperature_doubled", _sampled_only(in_some(DOUBLED))),
-    Case("T off by 20 %", "temperature_other", in_some(declared_temperature(1.2)), kind="all"),
-    Case("T off by 5 %", "temperature_other", in_some(declared_temperature(1.05)), kind="all"),
-    Case("T off by 3 %", "temperature_other", in_some(declared_temperature(1.03)), kind="all"),
-    Case("T off by -5 %", "temperature_other", in_some(declared_temperature(0.95)), kind="all"),
-    Case("T off by 5 %, one in ten", "temperature_other", in_some(declared_temperature(1.05), every(10)), kind="rollouts"),
-    Case("T off by 10 %, sampled only", "temperature_other", _sampled_only(in_some(declared_temperature(1.1)))),
-    Case("T off by 10 % in one setting", "temperature_other", in_some(logits_times(lambda r: 1.1), _is_warm), kind="setting"),
-    Case("full stored", "full_logprobs_stored", in_some(full_stored)),
-    Case("full stored for every id", "full_logprobs_stored", in_some(full_stored_for_every_id)),
-    Case("full stored, one in ten", "full_logprobs_stored", in_some(full_stored, every(10)), kind="rollouts"),
-    Case("supports shifted", "shifted_by_one", in_some(supports_shifted(1))),
-    Case("supports shifted back, one in ten", "shifted_by_one", in_some(supports_shifted(-1), every(10))),
-    Case("logprobs shifted", "shifted_by_one", in_some(logprobs_shifted(1))),
-    Case("softcap 30", "softcap", policy=softcapped(30.0)),
-    Case("softcap 100", "softcap", policy=softcapped(100.0)),
-    Case("softcap 50", "softcap", policy=softcapped(50.0)),
-    Case("head noise 5 %", "other_weights", policy=noisy_head(0.05)),
-    Case("head noise 10 %", "other_weights", policy=noisy_head(0.1)),
-    Case("head noise 3 %", "other_weights", policy=noisy_head(0.03, seed=1)),
-    Case("stale version", "other_weights", in_some(OTHER), kind="version"),
-    Case("stale from token 16 on", "other_weights", in_some(stale_from(16, 0.3)), kind="tail"),
-    Case("stale, one in ten", "other_weights", in_some(stale_from(0, 0.4), every(10)), kind="rollouts"),
-    Case("norm noise 5 %", "other_weights", policy=noisy_norm(0.05)),
-    Case("sampled outside", "sampled_outside_support", in_some(sampled_removed(0.05))),
-    Case("sampled outside, one in ten", "sampled_outside_support", in_some(sampled_removed(0.3), every(10))),
-    Case("support cut to 8", "support_truncated", in_some(truncated(8))),
-    Case("support cut to 8, sampled only", "support_truncated", in_some(truncated(8, logprobs=False))),
-    Case("support padded with 0", "support_padded", in_some(padded(0, None))),
-    Case("support padded, -inf", "support_padded", in_some(padded(2, -np.inf))),
-    Case("duplicate ids", "duplicate_ids", in_some(duplicated(1.0))),
-    Case("duplicate ids, some", "duplicate_ids", in_some(duplicated(0.1, logprobs=False))),
-    Case("order declared sequential", "filter_order", in_some(declared_order("sequential"))),
-    Case("bias +1", "bias", in_some(on_ids({OFTEN: 1.0})), kind="ids"),
-    Case("bias on three ids", "bias", in_some(on_ids({OFTEN: -1.5, 28: 1.0, 30: 0.7})), kind="ids"),
-    Case("bias +0.5", "bias", in_some(on_ids({OFTEN: 0.5})), kind="ids"),
-    Case("head row moved", "bias", policy=head_row_moved(OFTEN, 0.1), kind="ids"),
-    Case("penalty 0.2", "penalty", in_some(on_seen(-0.2))),
-    Case("penalty 0.5", "penalty", in_some(on_seen(-0.5))),
-    Case("penalty 1.5, one setting", "penalty", in_some(on_seen(-1.5), _is_warm), kind="setting"),
-)  # fmt: skip
+def from_token(start: int) -> Callable[[Rollout], NDArray[np.bool_]]:
+    return lambda r: np.arange(len(r.output_ids)) >= start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,10 +24,33 @@ class Scorer:
         self._logits: dict[bytes, torch.Tensor] = {}
 
     def with_policy(self, policy: Policy) -> Scorer:
-        """The same body with another head or softcap."""
+        """Another head, softcap or body; hidden states of the same body are kept."""
         other = Scorer(policy, self.head_dtype)
-        other._hidden = self._hidden
+        if policy.body is self.policy.body:
+            other._hidden = self._hidden
         return other
+
+    def evidence_of_two(
+        self,
+        rollouts: Sequence[Rollout],
+        other: Scorer,
+        of_other: Callable[[Rollout], NDArray[np.bool_]],
+    ) -> Evidence:
+        """The evidence of tokens of `of_other` [R] is `other`'s, of all others our own."""
+        mine, theirs = self.evidence(rollouts), other.evidence(rollouts)
+        np.testing.assert_array_equal(mine.position, theirs.position)
+        masks = [of_other(r) for r in mine.rollouts]
+        at = zip(mine.rollout, mine.position, strict=True)
+        tokens = np.array([masks[i][t] for i, t in at], bool)
+        columns = {
+            name: np.where(is_other, getattr(theirs, name), getattr(mine, name))
+            for names, is_other in (
+                (("replay_full", "logsumexp"), tokens),
+                (("replay_support", "replay_rounded"), tokens[mine.rows]),
+            )
+            for name in names
+        }
+        return replace(mine, **columns)
 
     def forget(self) -> None:
         """What was kept so far will not come again."""

@@ -7,15 +7,18 @@ no say in them.
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import RECORDED, recorded_lines, write_lines
+from builders import RECORDED, recorded_lines
 from click.testing import CliRunner
-from fault_injector import CASES, Case, declared_temperature, in_some, without_support_logprobs
+from fault_cases import CASES, Case
+from fault_injector import declared_temperature, in_some, without_support_logprobs
 from scorer import Scorer
 
 from cli.main import cli
@@ -23,7 +26,7 @@ from replay import Policy
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.other_prompts import other_prompts
-from rollout.adapters.sglang_jsonl import import_sglang_jsonl, parse_line
+from rollout.adapters.sglang_jsonl import parse_line
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.self_check import check_engine
@@ -66,9 +69,18 @@ def test_recorded_sets_are_clean(
 
 
 def judged(case: Case, rollouts: list[Rollout], scorer: Scorer) -> Diagnosis:
+    faulty = case.inject(rollouts)
+    other = scorer
     if case.policy is not None:
-        scorer = scorer.with_policy(case.policy(scorer.policy))
-    return found(scorer, case.inject(rollouts))[0]
+        other = scorer.with_policy(case.policy(scorer.policy))
+    if case.of_other is None:
+        evidence = other.evidence(faulty)
+    else:
+        evidence = scorer.evidence_of_two(faulty, other, case.of_other)
+    prompts = None
+    if case.tries_prompts:
+        prompts = other_prompts(scorer.policy.description["model"])
+    return diagnose(evidence, faulty, check_engine(faulty), other.evidence, prompts)[0]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -76,15 +88,18 @@ def test_the_right_code_comes_first(name: str, scorers: dict[str, Scorer]) -> No
     rollouts, scorer = recorded(name), scorers["bfloat16"]
     got = {case.name: judged(case, rollouts, scorer) for case in CASES}
     wrong = {c.name: got[c.name].code for c in CASES if got[c.name].code != c.code}
-    assert len(wrong) <= (1 - RIGHT) * len(CASES), wrong
     named = [c for c in CASES if c.kind is not None and c.name not in wrong]
     elsewhere = {c.name: got[c.name].scope for c in named if got[c.name].scope["kind"] != c.kind}
-    assert len(elsewhere) <= 1, elsewhere
+    score = f"the right code first in {len(CASES) - len(wrong)} of {len(CASES)}, "
+    score += f"in the right scope in {len(named) - len(elsewhere)} of {len(named)}"
+    sys.stdout.write(f"{name}: {score}\n")  # seen with -s
+    assert len(wrong) <= (1 - RIGHT) * len(CASES), (score, wrong)
+    assert len(elsewhere) <= 1, (score, elsewhere)
 
 
-def test_every_code_is_seeded() -> None:
-    codes = {case.code for case in CASES}
-    assert codes | {"prompt_differs"} >= {
+def test_every_code_is_seeded_in_several_strengths_and_scopes() -> None:
+    codes = Counter(case.code for case in CASES)
+    assert codes.keys() == {
         "temperature_ignored",
         "temperature_doubled",
         "temperature_other",
@@ -92,6 +107,7 @@ def test_every_code_is_seeded() -> None:
         "shifted_by_one",
         "softcap",
         "other_weights",
+        "prompt_differs",
         "sampled_outside_support",
         "support_truncated",
         "support_padded",
@@ -99,7 +115,12 @@ def test_every_code_is_seeded() -> None:
         "filter_order",
         "bias",
         "penalty",
+        "clean",
     }
+    assert min(codes.values()) >= 2
+    assert len(CASES) >= 20
+    kinds = {case.kind for case in CASES} - {None}
+    assert kinds == {"all", "setting", "endpoint", "version", "tail", "rollouts", "ids"}
 
 
 def test_no_resampled_clean_run_is_accused(scorers: dict[str, Scorer]) -> None:
@@ -154,17 +175,3 @@ def test_a_named_fault_exits_1_although_every_gate_passes(
     assert summary["failed_gates"] == []
     assert [d["code"] for d in summary["diagnoses"]] == ["temperature_other"]
     assert (done.exit_code, summary["verdict"]) == (1, "inconsistent")
-
-
-def test_a_rejected_file_can_be_explained(tmp_path: Path) -> None:
-    """What import refuses line by line, one diagnosis explains."""
-    lines = recorded_lines(RECORDED[2])
-    for line in lines:
-        meta = line["response"]["meta_info"]
-        for key in ("output_token_sampling_mask", "output_token_sampling_logprobs"):
-            meta[key] = [*meta[key][1:], meta[key][-1]]
-    file = write_lines(tmp_path / "dump.jsonl", lines)
-    imported = import_sglang_jsonl(file, tmp_path / "run")
-    assert set(imported.rejected) == {"sampled_outside_support"}
-    assert [d.code for d in imported.diagnoses] == ["shifted_by_one"]
-    assert "sampled_outside_support" in imported.as_dict()["diagnoses"][0]["also"]

@@ -13,6 +13,7 @@ from fault_injector import (
     duplicated,
     every,
     full_stored,
+    full_stored_for_every_id,
     in_some,
     padded,
     sampled_removed,
@@ -61,7 +62,7 @@ def test_broken_rules_are_judged_over_the_file_and_without_a_trainer(
     assert got[0].scope["kind"] == ("all" if which == "all" else "rollouts")
 
 
-def test_a_sampled_token_outside_its_support_of_b01() -> None:
+def test_a_sampled_token_outside_its_support_is_no_member() -> None:
     """p = [.4, .3, .2, .1], top_k 2, y = 2 with S = {0, 1}."""
     rollout = make_rollout(
         output_ids=np.array([2], np.int32),
@@ -93,10 +94,12 @@ def test_nothing_known_about_the_engine_is_no_order() -> None:
     assert diagnose(None, declared, unknown)[0].code == "clean"
 
 
-def test_full_logprobs_are_seen_without_a_trainer(logits: Array) -> None:
+def test_full_logprobs_are_seen_without_a_trainer_where_mass_is_missing(logits: Array) -> None:
     rollouts, _ = play(logits, noise=0.0)
-    got = diagnose(None, [full_stored(r) for r in rollouts])
-    assert [d.code for d in got] == ["full_logprobs_stored"]
+    (got,) = diagnose(None, [full_stored_for_every_id(r) for r in rollouts])
+    assert (got.code, got.also) == ("full_logprobs_stored", ("support_truncated",))
+    alone = diagnose(None, [full_stored(r) for r in rollouts])
+    assert [d.code for d in alone] == ["clean"], "a cool sampler leaves nothing out that counts"
 
 
 def test_too_few_tokens_say_so() -> None:

@@ -116,6 +116,28 @@ def test_rows_that_say_nothing_say_nothing() -> None:
     assert set(check_engine([]).as_dict().values()) == {"unknown", 0}
 
 
+def test_a_support_whose_mass_is_top_p_but_for_rounding_contradicts_no_order() -> None:
+    """p = [.5, .3, .15, .05], top_p 0.95, which is 0.949999988 in float32: {0, 1, 2} is right."""
+    p = np.array([0.5, 0.3, 0.15])
+    over = np.log(np.tile(p / p.sum(), 20)).astype(np.float32)
+    rollout = make_rollout(
+        output_ids=np.zeros(20, np.int32),
+        loss_mask=np.ones(20, np.int8),
+        support=Support.from_rows([[0, 1, 2]] * 20),
+        sampling_logprobs=over[::3].copy(),
+        full_logprobs=np.full(20, np.log(0.5), np.float32),
+        support_logprobs=over,
+        temperature=1.0,
+        top_k=4,
+        top_p=float(np.float32(0.95)),
+        weight_versions=(),
+    )
+    got = check_engine([rollout])
+    assert (got.order_rows, got.joint_violated) == (20, 0)
+    narrow = replace(rollout, top_p=0.96)
+    assert check_engine([narrow]).joint_violated == 20
+
+
 def test_stats_of_a_run_hold_it(tmp_path: Path) -> None:
     rollouts = [engine(seed) for seed in range(3)]
     with RunWriter(tmp_path, {}) as writer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,66 @@ def test_a_broken_line_is_rejected_with_reason_and_body(
     assert [r.rollout_id for r in open_run(tmp_path / "run")] == ["train-0000:0", "train-0002:0"]
 
 
+def _shifted(line: dict[str, Any]) -> None:
+    """Supports and their logprobs one token late."""
+    meta = line["response"]["meta_info"]
+    for key in ("output_token_sampling_mask", "output_token_sampling_logprobs"):
+        meta[key] = [*meta[key][1:], meta[key][-1]]
+
+
+def rejected_reasons(run: Path) -> dict[int, str]:
+    lines = (run / "rejected.jsonl").read_text().splitlines()
+    return {line["line"]: line["reason"] for line in map(json.loads, lines)}
+
+
+def test_the_reason_is_what_is_wrong_with_the_whole_file(tmp_path: Path) -> None:
+    """Every line breaks rules of its own; one cause explains them all."""
+    lines = recorded_lines(RECORDED[2])
+    for line in lines:
+        _shifted(line)
+    result = import_sglang_jsonl(write_lines(tmp_path / "d", lines), tmp_path / "run")
+    assert (result.rollouts, result.rejected) == (0, {"shifted_by_one": 36})
+    (got,) = result.as_dict()["diagnoses"]
+    assert (got["code"], got["scope"]["kind"]) == ("shifted_by_one", "all")
+    assert "sampled_outside_support" in got["also"]
+    assert rejected_reasons(tmp_path / "run") == dict.fromkeys(range(1, 37), "shifted_by_one")
+    first = json.loads((tmp_path / "run" / "rejected.jsonl").read_text().splitlines()[0])
+    assert first["rule"] == "sampled_outside_support"
+    assert "sampled id" in first["message"]
+    assert json.loads(first["body"]) == lines[0]
+
+
+def test_each_line_has_the_reason_of_its_own_fault(tmp_path: Path) -> None:
+    """Shifted, an id missing and an id twice, in lines that are not the same."""
+    lines = recorded_lines(RECORDED[2])[:12]
+    for line in lines[:4]:
+        _shifted(line)
+    _sampled_id_missing(lines[6])
+    _id_twice(lines[9])
+    result = import_sglang_jsonl(write_lines(tmp_path / "d", lines), tmp_path / "run")
+    counts = {"shifted_by_one": 4, "sampled_outside_support": 1, "duplicate_ids": 1}
+    assert (result.rollouts, result.rejected) == (6, counts)
+    assert rejected_reasons(tmp_path / "run") == {
+        **dict.fromkeys(range(1, 5), "shifted_by_one"),
+        7: "sampled_outside_support",
+        10: "duplicate_ids",
+    }
+    assert {d.code: d.scope["first"] for d in result.diagnoses} == {
+        "shifted_by_one": [f"train-000{i}:0" for i in range(4)],
+        "sampled_outside_support": ["train-0006:0"],
+        "support_truncated": ["train-0006:0"],  # its probability is missing too
+        "duplicate_ids": ["train-0009:0"],
+    }
+    assert all(" of 12 rollouts" in d.scope["where"] for d in result.diagnoses), "stored ones count"
+
+
+def test_a_clean_file_has_no_diagnosis(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "d", recorded_lines(RECORDED[1]))
+    result = import_sglang_jsonl(file, tmp_path / "run")
+    assert (result.rollouts, result.diagnoses) == (36, ())
+    assert not (tmp_path / "run" / "rejected.jsonl").exists()
+
+
 def test_an_aborted_reply_is_kept_but_is_not_the_rollout(tmp_path: Path) -> None:
     line = recorded_lines(RECORDED[2])[0]
     line["response"]["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
@@ -177,6 +238,16 @@ def test_ids_beyond_a_known_vocabulary_are_rejected(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "d", recorded_lines(RECORDED[2])[:2])
     result = import_sglang_jsonl(file, tmp_path / "run", vocab_size=1000)
     assert result.rejected == {"id_outside_vocabulary": 2}
+
+
+def test_a_pipe_is_a_config_error(tmp_path: Path) -> None:
+    """The lines that were rejected are read again at the end."""
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(errors.ConfigError, match="read twice, got a pipe"):
+        import_sglang_jsonl(Path(f"/dev/fd/{read}"), tmp_path / "run")
+    os.close(read)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.adapters.facts import Facts
 from rollout.diagnosis import Diagnosis
-from rollout.errors import BadFacts, DiskFull, RolloutError, SampledOutsideSupport
+from rollout.errors import (
+    BadFacts,
+    ContentError,
+    DiskFull,
+    RolloutError,
+    SampledOutsideSupport,
+)
 from rollout.record import Rollout
-from rollout.record_faults import explain_record
+from rollout.record_faults import RecordJudge, reason_of
 from rollout.writer import RunWriter
-
-MAX_EXPLAINED = 1000  # rejected rollouts kept in memory to be judged together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
     """How the files of one format are read.
 
-    `items` raises for a file that is not of this format at all; `parse` raises the `RolloutError`
-    that says why one item cannot be a rollout, and leaves the content rules to the writer.
+    `items` raises for a file that is not of this format at all, and is gone through more than once;
+    `parse` raises the `RolloutError` that says why one item cannot be a rollout, and leaves the
+    content rules to the writer.
     """
 
-    items: Callable[[Path], Iterable[tuple[int, Any]]]  # with the number that a person would use
+    items: Callable[[Path], Collection[tuple[int, Any]]]  # with a number that a person would use
     parse: Callable[[Any, int, Facts], Rollout]
     body: Callable[[Any], bytes]  # as rejected.jsonl keeps it
     #: As `parse`, for an item that `parse` refuses, so that the file can be explained.
     unchecked: Callable[[Any, int], Rollout | None] | None = None
     numbers: str = "sample"  # what the number counts: rejected.jsonl's key for it
+    takes_facts: bool = True  # False where each item says how it was sampled
 
 
 @dataclass(frozen=True)
 class Imported:
     """What an import did: rows stored, tokens in them, and rejections by reason.
 
-    `diagnoses` judges the rejected items together: one cause may break several rules.
+    `diagnoses` judges the whole file, stored items and rejected ones: one cause may break several
+    rules, and then it is the reason.
     """
 
     rollouts: int
@@ -68,56 +75,87 @@ def import_file(
 ) -> Imported:
     """Convert `file` into the run directory `out`; every item ends in a shard or in rejected.jsonl.
 
-    Nothing is made before the whole file was read: `ConfigError` if it cannot be, `BadFacts` if
-    `facts` lack what the file does not say. `progress` is told items done, of how many, and tokens.
+    Nothing is made before it is known that the file can be read (`ConfigError`), and that `facts`
+    say what it does not say (`BadFacts`). `progress` is told items done, of how many, and tokens.
     """
-    items = list(reader.items(file))
-    parsed = [_attempt(reader, item, number, facts or Facts()) for number, item in items]
+    facts = facts or Facts()
+    items = reader.items(file)
+    _check_facts(reader, items, facts, name)
     identity = {
         "imported": {"from": name, "file": file.name},
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
     }
     rollouts = tokens = 0
-    rejected: Counter[str] = Counter()
-    refused: list[Rollout] = []  # as parsed, before the content rules
+    judge, refused = RecordJudge(vocab_size), dict[int, _Refused]()
     with RunWriter(out, identity, vocab_size=vocab_size) as writer:
-        for done, ((number, item), result) in enumerate(zip(items, parsed, strict=True), start=1):
+        for done, (number, item) in enumerate(items, start=1):
+            rollout = None
             try:
-                if isinstance(result, RolloutError):
-                    raise result
-                writer.write(result)
+                rollout = reader.parse(item, number, facts)
+                writer.write(rollout)
             except DiskFull:
                 raise  # of the directory, not of one item
             except RolloutError as error:
-                rejected[error.code] += 1
-                shown = _shown(reader, item, number, result)
-                if shown is not None and len(refused) < MAX_EXPLAINED:
-                    refused.append(shown)
-                writer.reject(error, reader.body(item), **{reader.numbers: number})
+                refused[done] = _refuse(reader, item, number, rollout, error, judge)
             else:
                 rollouts += 1
-                tokens += result.num_output_tokens
+                tokens += rollout.num_output_tokens
+                judge.add(rollout, faults=())
             if progress is not None:
                 progress(done, len(items), tokens)
-    return Imported(rollouts, tokens, dict(rejected), tuple(explain_record(refused)))
+        diagnoses = judge.diagnose()
+        rejected: Counter[str] = Counter()
+        # the reason is known at the end of the file, so that its items are gone through once more
+        for done, (number, item) in enumerate(items if refused else (), start=1):
+            if (one := refused.get(done)) is not None:
+                reason = one.reason(diagnoses)
+                rejected[reason] += 1
+                where = {reader.numbers: number}
+                writer.reject(one.error, reader.body(item), reason=reason, **where)
+    return Imported(rollouts, tokens, dict(rejected), tuple(diagnoses))
 
 
-def _attempt(reader: Reader, item: Any, number: int, facts: Facts) -> Rollout | RolloutError:
-    try:
-        return reader.parse(item, number, facts)
-    except BadFacts:
-        raise  # of the whole file, not of one item
-    except RolloutError as error:
-        return error
+def _check_facts(
+    reader: Reader, items: Collection[tuple[int, Any]], facts: Facts, name: str
+) -> None:
+    if not reader.takes_facts:
+        if facts != Facts():
+            raise BadFacts(f"{name}: each line says how it was sampled; leave out what says it")
+        return
+    for number, item in items:
+        try:
+            reader.parse(item, number, facts)
+        except BadFacts:
+            raise  # of the whole file, not of one item
+        except RolloutError:
+            continue  # it is met again
 
 
-def _shown(
-    reader: Reader, item: Any, number: int, parsed: Rollout | RolloutError
-) -> Rollout | None:
-    """What can be read of an item that was rejected."""
-    if isinstance(parsed, Rollout):
-        return parsed
-    if reader.unchecked is not None and isinstance(parsed, SampledOutsideSupport):
-        return reader.unchecked(item, number)
-    return None
+class _Refused(NamedTuple):
+    error: RolloutError
+    rollout_id: str | None  # None where too little could be read to judge it with the others
+
+    def reason(self, diagnoses: Sequence[Diagnosis]) -> str:
+        if self.rollout_id is None:
+            return self.error.code
+        return reason_of(self.rollout_id, self.error.code, diagnoses)
+
+
+def _refuse(
+    reader: Reader,
+    item: Any,
+    number: int,
+    rollout: Rollout | None,
+    error: RolloutError,
+    judge: RecordJudge,
+) -> _Refused:
+    """Why `item` is rejected, after the judge has seen what can be read of it."""
+    if isinstance(error, SampledOutsideSupport) and rollout is None and reader.unchecked:
+        rollout = reader.unchecked(item, number)
+    # frames hold what was read as long as the error that came from them
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    if rollout is None or not isinstance(error, ContentError):
+        return _Refused(error, None)
+    judge.add(rollout)
+    return _Refused(error, rollout.rollout_id)

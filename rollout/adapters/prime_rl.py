@@ -250,4 +250,4 @@ def _body(sample: TrainingSample | Filler) -> bytes:
     return msgspec.json.encode(msgspec.structs.asdict(sample))
 
 
-READER = Reader(items=_items, parse=parse, body=_body)
+READER = Reader(items=lambda path: list(_items(path)), parse=parse, body=_body)

@@ -150,7 +150,7 @@ class Layout:
 
     def reader(self) -> Reader:
         return Reader(
-            items=lambda path: _items(torch_file.read(path, "samples")),
+            items=lambda path: list(_items(torch_file.read(path, "samples"))),
             parse=self.parse,
             body=lambda item: json.dumps(plain(item.sample)).encode(),
         )

@@ -7,7 +7,6 @@ without the prompt's tokens nothing can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from pydantic import ValidationError
 
 from rollout.adapters.facts import Facts
 from rollout.adapters.importing import Imported, Reader, import_file
+from rollout.adapters.lines import Lines
 from rollout.blocks import explain
 from rollout.engines.json_rows import ids_array
 from rollout.engines.sglang.reply import Reply, completion
 from rollout.errors import (
-    BadFacts,
-    ConfigError,
     EmptyPrompt,
     NotReplayable,
     ReplyMalformed,
@@ -47,7 +45,7 @@ def import_sglang_jsonl(
 ) -> Imported:
     """Convert `file` into the run directory `out`; every line ends in a shard or in rejected.jsonl.
 
-    Raises `ConfigError` if the file cannot be read.
+    Raises `ConfigError` if the file cannot be read, or not twice, as a pipe.
     """
     return import_file(
         READER, file, out, name="sglang-jsonl", vocab_size=vocab_size, tokenizer=tokenizer
@@ -80,8 +78,6 @@ def parse_line(line: bytes, default_id: str, *, unchecked: bool = False) -> Roll
 
 
 def _parse(line: bytes, number: int, facts: Facts) -> Rollout:
-    if facts != Facts():
-        raise BadFacts("sglang-jsonl: each line says how it was sampled; leave out what says it")
     return parse_line(line, _default_id(number))
 
 
@@ -121,14 +117,11 @@ def _as_list(key: str, value: Any) -> Any:
     return [value] if is_stop and not isinstance(value, list) else value
 
 
-def _read(file: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    return ((n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip())
-
-
 READER = Reader(
-    items=_read, parse=_parse, body=lambda line: line, unchecked=_unchecked, numbers="line"
+    items=Lines,
+    parse=_parse,
+    body=lambda line: line,
+    unchecked=_unchecked,
+    numbers="line",
+    takes_facts=False,
 )

@@ -212,7 +212,7 @@ def _support(table: Any, where: str) -> Support:
 
 
 READER = Reader(
-    items=lambda path: _rows(load_skyrl(path)),
+    items=lambda path: list(_rows(load_skyrl(path))),
     parse=_rollout,
     body=lambda row: json.dumps(plain(row)).encode(),
     numbers="row",

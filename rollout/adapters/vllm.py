@@ -312,4 +312,6 @@ def _items(path: Path) -> Iterator[tuple[int, Item]]:
             yield from ((number, Item(answer, line)) for answer in answers)
 
 
-READER = Reader(items=_items, parse=parse, body=lambda item: item.line, numbers="line")
+READER = Reader(
+    items=lambda path: list(_items(path)), parse=parse, body=lambda item: item.line, numbers="line"
+)
