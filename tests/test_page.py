@@ -83,26 +83,22 @@ def test_a_character_without_a_shape_is_escaped() -> None:
     assert visible("a\u202eb\ud800\n\x00") == "a\\u202eb\\ud800⏎\\x00"
 
 
-def test_diagnoses_and_audit_are_shown_where_they_are_there(made: Any) -> None:
+def test_the_audit_is_shown_where_there_was_one(made: Any) -> None:
     rollouts, verified, collector = made
-    diagnosis = {
-        "code": "temperature_ignored",
-        "scope": "all",
-        "sentence": "Sampled at temperature 1.",
-        "evidence": {"estimate": 1.0034},
-    }
     audit = {
-        "tolerance": 0.3,
+        "tokens": 100,
         "classes": {"robust": 90, "inconsistent": 10},
-        "intruders": [{"rollout_id": "1:0", "rank": 12}],
+        "tolerance": {"logits": 0.3, "source": "log_ratio"},
+        "without_prefix_and_mass": {},
+        "skipped": {},
+        "repair_fingerprints": 0,
+        "worst": [{"rollout_id": "1:0", "rank": 12}],
     }
-    html = page(rollouts, verified, collector.strips(), diagnoses=[diagnosis], audit=audit)
+    html = page(rollouts, verified, collector.strips(), audit=audit)
     text = " ".join(Tags(html).text.split())
-    assert "diagnosis temperature_ignored Sampled at temperature 1." in text
-    assert "evidence estimate 1.003" in text
     assert "robust 90 (90.0%)" in text and "inconsistent 10 (10.0%)" in text
-    assert "intruders: 1 row" in text
-    plain = page(rollouts, verified, collector.strips(), diagnoses=[{"code": "clean"}])
+    assert "worst: 1 row" in text
+    plain = page(rollouts, verified, collector.strips())
     assert "Support audit" not in plain and "No finding" in plain
 
 

@@ -87,7 +87,7 @@ HOSTILE = Finding("bad_code", 1, 1, "a|b <script>\n# [x](http://e) `c` @someone:
 def test_markdown_is_a_verdict_and_two_tables() -> None:
     lines = markdown(summary(), "a_run").splitlines()
     assert lines[0] == "### rollout replay: PASS consistent (a_run)"
-    assert "| per token, nats | over the support | whole vocabulary |" in lines
+    assert "| per token, in nats | over the support | whole vocabulary |" in lines
     assert "| gate | value | limit |  |" in lines
     rows = [line for line in lines if line.startswith("|")]
     assert {row.count("|") for row in rows[:10]} == {4}
