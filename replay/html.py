@@ -62,7 +62,7 @@ def render_page(
     about = about or {}
     badge, verdict = verdict_words(summary)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    shown = [strip_data(strip, decode) for strip in strips]
+    shown = [strip_data(strip, decode, verified.vocab_size) for strip in strips]
     texts = {i: _text(i, decode) for i in sorted(ids_shown(shown))}
     context = {
         "name": str(about.get("name", "run")),
@@ -83,7 +83,7 @@ def render_page(
         "shown_words": f"{len(strips)} of {len(rollouts):,} rollouts: the worst, and a sample."
         + ("" if decode else " There are no texts for this model and run: # is an id."),
         "footer": "Units are nats where nothing else stands.",
-        "data": _embedded({"texts": texts, "rollouts": shown}),
+        "data": _embedded({"texts": texts, "rollouts": shown, "vocab_size": verified.vocab_size}),
     }
     return _template(context)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
 from rollout.self_check import EngineCheck, check_engine
 
-OnScores = Callable[[PackedBatch, TokenTable, Floats], None]
-"""Hears a batch, its rows, and [E] the policy's logprobs of every support id in it."""
+OnScores = Callable[[Sequence[Rollout], TokenTable, Floats], None]
+"""Hears rollouts, their rows, and [E] the policy's logprobs of every support id in them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Verified:
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
     audit: Audit | None = None  # of a sample of the tokens, where it was asked for
     engine: EngineCheck | None = None  # what the recorded numbers say about the engine
+    vocab_size: int | None = None  # rows of the policy's head
 
 
 def verify(
@@ -61,7 +62,7 @@ def verify(
     policy: Policy,
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
-    on_scores: OnScores = lambda batch, table, support_logprobs: None,
+    on_scores: OnScores = lambda rollouts, table, support_logprobs: None,
     other_prompts: OtherPrompts | None = None,
     semantics: Callable[[Rollout], Semantics] | None = None,
 ) -> Verified:
@@ -69,15 +70,20 @@ def verify(
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
-    `on_scores` what the policy says about it. `other_prompts` is tried where nothing else explains
-    a mismatch. `semantics` says for the audit how the engine filtered each rollout; unless given,
-    the engine's own numbers do, and `engine_meta` where they do not tell.
+    `on_scores` what the policy says about them, and NaN of what it cannot score. `other_prompts` is
+    tried where nothing else explains a mismatch. `semantics` says for the audit how the engine
+    filtered each rollout; unless given, the engine's own numbers do, and `engine_meta` where they
+    do not tell.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
-    unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
-    scored, evidence = [], []
     runnable = [r for r in rollouts if _fits(faults, r)]
+    unscored = []
+    for r in rollouts:
+        if not _fits(faults, r):
+            unscored.append(recorded(r, faults[r.rollout_id]))
+            on_scores([r], unscored[-1], np.full(len(r.support.ids), np.nan, np.float32))
+    scored, evidence = [], []
     engine = check_engine(rollouts)
     semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
@@ -88,7 +94,7 @@ def verify(
         evidence.append(scores.evidence)
         if config.audit_tokens:
             auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
-        on_scores(batch, scored[-1], scores.support_logprobs.cpu().numpy())
+        on_scores(batch.rollouts, scored[-1], scores.support_logprobs.cpu().numpy())
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults)
     if scored:
@@ -103,7 +109,16 @@ def verify(
         other_prompts,
     )
     audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
-    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses), audit, engine)
+    return Verified(
+        tokens=tokens,
+        findings=tuple(findings),
+        rollouts=len(rollouts),
+        evidence=whole,
+        diagnoses=tuple(diagnoses),
+        audit=audit,
+        engine=engine,
+        vocab_size=policy.vocab_size,
+    )
 
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:

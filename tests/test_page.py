@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import make_rollout
-from pages import decode, page, synthetic
+from pages import VOCAB_SIZE, decode, outside_the_vocabulary, page, synthetic
 
 from replay import GatesConfig, Verified
 from replay.bins import by_position, by_support_size, by_version, density, log_ratio_histogram
 from replay.html import visible
-from replay.strips import TOKENS, strip_data
+from replay.strips import ALTERNATIVES, TOKENS, strip_data
 from replay.tokens import TokenTable, recorded
 from rollout.record import WeightSpan
+from rollout.rules import find_faults
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,31 @@ def test_a_long_rollout_is_cut_around_its_worst_token() -> None:
     recorded_p = np.exp(rollouts[0].sampling_logprobs[worst])
     sampled = next(row for row in support if row[0] == rollouts[0].output_ids[worst])
     assert sampled[1] == pytest.approx(recorded_p, abs=1e-4)
+
+
+def test_a_rollout_that_cannot_be_run_is_the_first_and_its_odd_ids_are_there() -> None:
+    rollouts, verified, collector = synthetic(rollouts=30, tokens=20)
+    odd, at = outside_the_vocabulary(3 * TOKENS)
+    odd = replace(odd, rollout_id="99:0")
+    table_of_odd = recorded(odd, find_faults(odd, VOCAB_SIZE))
+    collector.add([odd], table_of_odd, np.full(len(odd.support.ids), np.nan, np.float32))
+    first = collector.strips()[0]
+    assert (first.rollout, first.faults, first.mean) == (odd, odd.num_output_tokens, None)
+    data = strip_data(first, decode, VOCAB_SIZE)
+    assert data["start"] <= at - 1 < at < data["start"] + TOKENS, "not the start of the rollout"
+    assert data["ids"][at - data["start"]] == VOCAB_SIZE + 5
+    assert data["finding"][at - data["start"]] == "id_outside_vocabulary"
+    assert set(data["log_ratio"]) == {None}
+    assert data["prompt_outside"] == [-3, VOCAB_SIZE]
+    support = data["supports"][at - 1 - data["start"]]
+    assert len(support) > ALTERNATIVES
+    (row,) = [row for row in support if row[0] == VOCAB_SIZE]
+    assert row[1] is not None and row[2] is None
+    tokens = TokenTable.concatenate([verified.tokens, table_of_odd])
+    whole = Verified(tokens, (), 31, vocab_size=VOCAB_SIZE)
+    html = page([*rollouts, odd], whole, collector.strips())
+    assert embedded(html)["vocab_size"] == VOCAB_SIZE
+    assert embedded(html)["rollouts"][0]["id"] == "99:0"
 
 
 def test_an_engine_without_support_logprobs_has_them_for_the_sampled_token_alone() -> None:

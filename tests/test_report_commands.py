@@ -25,6 +25,7 @@ from replay.metrics import trainer_metrics
 from replay.verify import Finding
 from rollout import errors
 from rollout.diff import Side, compare, load_side
+from rollout.support import Support
 from rollout.writer import RunWriter
 
 GATES = list(GatesConfig.model_fields)
@@ -275,6 +276,32 @@ def test_tokens_of_another_vocabulary_are_shown_by_their_ids(
     page = (report / "report.html").read_text()
     assert "There are no texts for this model and run" in page
     assert re.search(r"<mark>#\d+</mark>", page)
+
+
+def test_a_rollout_with_an_id_outside_the_vocabulary_is_shown_token_by_token(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """A run of another model: it cannot be run, and is what somebody needs to see."""
+    good, odd = synthetic(rollouts=2, tokens=12)[0]
+    ids, output = odd.support.ids.copy(), odd.output_ids.copy()
+    row = slice(*odd.support.offsets[[5, 6]].tolist())
+    ids[row][ids[row] == output[5]] = output[5] = 70_000
+    odd = replace(odd, support=Support(ids, odd.support.offsets), output_ids=output)
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for rollout in (good, odd):
+            writer.write(rollout)
+    config = ReplayConfig(dtype="float32")
+    report, folder = replay_run(tmp_path / "run", str(tiny_model_path), config)
+    assert {f.code: f.count for f in report.findings} == {"id_outside_vocabulary": 2}
+    html = (folder / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert found
+    data = json.loads(found[1])
+    strip = {strip["id"]: strip for strip in data["rollouts"]}["1:0"]
+    assert data["vocab_size"] < 70_000 == strip["ids"][5]
+    assert data["texts"]["70000"] == "#70000"
+    assert strip["finding"] == [None] * 5 + ["id_outside_vocabulary"] + [None] * 6
+    assert strip["faults"] == 12
 
 
 def test_counts_must_be_equal_and_fractions_nearly() -> None:
