@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replay.audit import Auditor, Semantics, measured_semantics
@@ -17,6 +18,7 @@ from replay.batch import PackedBatch, pack
 from replay.config import ReplayConfig
 from replay.diagnose import OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
+from replay.evidence_store import EvidenceStore
 from replay.facts import Head
 from replay.full import score_full
 from replay.policy import Policy
@@ -50,7 +52,7 @@ class Verified:
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
-    evidence: Evidence | None = None  # whole supports; None where nothing was scored
+    noise_floor: float | None = None  # nats between two precisions of the policy's head
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
     audit: Audit | None = None  # of a sample of the tokens, where it was asked for
     engine: EngineCheck | None = None  # what the recorded numbers say about the engine
@@ -78,31 +80,34 @@ def verify(
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
     runnable = [r for r in rollouts if _fits(faults, r)]
-    unscored = []
-    for r in rollouts:
-        if not _fits(faults, r):
-            unscored.append(recorded(r, faults[r.rollout_id]))
-            on_scores([r], unscored[-1], np.full(len(r.support.ids), np.nan, np.float32))
-    scored, evidence = [], []
+    unscored = [r for r in rollouts if not _fits(faults, r)]
+    tables = [recorded(r, faults[r.rollout_id]) for r in (*unscored, *runnable)]
+    for rollout, table in zip(unscored, tables, strict=False):
+        on_scores([rollout], table, np.full(len(rollout.support.ids), np.nan, np.float32))
+    first = done = sum(map(len, tables[: len(unscored)]))
+    # whole from the start, as are the evidence and the audit: small arrays that stay between large
+    # ones that go keep a heap from shrinking
+    tokens = TokenTable.concatenate(tables)
+    del tables
+    evidence, floor = EvidenceStore(runnable), _Mean()
     engine = check_engine(rollouts)
     semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
     for batch in pack(runnable, config.max_tokens):
-        table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
         scores = _scores(batch, policy, config)
-        scored.append(replace(table, **scores.columns))
-        evidence.append(scores.evidence)
+        table = tokens.rows(done, done + len(batch.targets))
+        done += len(table)
+        for name, values in scores.columns.items():
+            getattr(table, name)[:] = values
+        evidence.add(scores.evidence)
+        floor.add(scores.evidence.floor)
         if config.audit_tokens:
             auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
-        on_scores(batch.rollouts, scored[-1], scores.support_logprobs.cpu().numpy())
+        on_scores(batch.rollouts, table, scores.support_logprobs.cpu().numpy())
         on_batch(len(batch.rollouts), len(table))
-    findings = _findings(rollouts, faults)
-    if scored:
-        findings += _no_numbers(TokenTable.concatenate(scored))
-    tokens = TokenTable.concatenate([*unscored, *scored])
-    whole = Evidence.concatenate(evidence) if evidence else None
+    findings = _findings(rollouts, faults) + _no_numbers(tokens, first)
     diagnoses = diagnose(
-        whole,
+        evidence.whole(),
         rollouts,
         engine,
         lambda changed: rescore(changed, policy, config),
@@ -113,7 +118,7 @@ def verify(
         tokens=tokens,
         findings=tuple(findings),
         rollouts=len(rollouts),
-        evidence=whole,
+        noise_floor=floor.value,
         diagnoses=tuple(diagnoses),
         audit=audit,
         engine=engine,
@@ -130,6 +135,22 @@ def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
     return all(f.code != "id_outside_vocabulary" for f in faults[rollout.rollout_id])
+
+
+class _Mean:
+    """Of the finite values of many arrays."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        finite = values[np.isfinite(values)]
+        self._sum += float(finite.sum())
+        self._count += len(finite)
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._count if self._count else None
 
 
 class _Scores(NamedTuple):
@@ -210,9 +231,10 @@ def _engine_logprobs(rollout: Rollout) -> Tensor:
     return torch.tensor(np.asarray(rollout.support_logprobs))
 
 
-def _no_numbers(tokens: TokenTable) -> list[Finding]:
-    """Tokens that went through the policy and came out as no number."""
-    at = np.flatnonzero(np.isnan(tokens.replay_logprobs) & (tokens.finding == OK))
+def _no_numbers(tokens: TokenTable, start: int) -> list[Finding]:
+    """Tokens from row `start` on, which went through the policy, that came out as no number."""
+    lost = np.isnan(tokens.replay_logprobs[start:]) & (tokens.finding[start:] == OK)
+    at = start + np.flatnonzero(lost)
     if not len(at):
         return []
     ids, first = tokens.rollout_id[at], at[0]
