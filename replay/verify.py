@@ -21,6 +21,7 @@ from replay.evidence import Evidence, make_evidence
 from replay.evidence_store import EvidenceStore
 from replay.facts import Head
 from replay.full import score_full
+from replay.memory import advice_for, memory_for, words_for
 from replay.policy import Policy
 from replay.reference import segments
 from replay.score import score_support
@@ -75,7 +76,7 @@ def verify(
     `on_scores` what the policy says about them, and NaN of what it cannot score. `other_prompts` is
     tried where nothing else explains a mismatch. `semantics` says for the audit how the engine
     filtered each rollout; unless given, the engine's own numbers do, and `engine_meta` where they
-    do not tell.
+    do not tell. Raises `PolicyOutOfMemory` where a batch does not fit on the device.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
@@ -102,7 +103,8 @@ def verify(
         evidence.add(scores.evidence)
         floor.add(scores.evidence.floor)
         if config.audit_tokens:
-            auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
+            with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
+                auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
         on_scores(batch.rollouts, table, scores.support_logprobs.cpu().numpy())
         on_batch(len(batch.rollouts), len(table))
     findings = _findings(rollouts, faults) + _no_numbers(tokens, first)
@@ -113,7 +115,8 @@ def verify(
         lambda changed: rescore(changed, policy, config),
         other_prompts,
     )
-    audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
+    with memory_for("the support audit", "replay without it: --audit 0"):
+        audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
     return Verified(
         tokens=tokens,
         findings=tuple(findings),
@@ -160,8 +163,13 @@ class _Scores(NamedTuple):
     hidden: Tensor  # [T, D] of the scored tokens
 
 
-@torch.inference_mode()
 def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores:
+    with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
+        return _scores_in_memory(batch, policy, config)
+
+
+@torch.inference_mode()
+def _scores_in_memory(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores:
     """What the policy says of the scored tokens of `batch`, with the head in a second precision
     too."""
     b = batch.to(policy.device)

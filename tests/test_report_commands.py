@@ -13,13 +13,14 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+import torch
 from builders import make_rollout
 from click.testing import CliRunner, Result
 from pages import synthetic
 
 from cli.fail_on import FailOn
 from cli.main import cli
-from replay import GatesConfig, ReplayConfig, make_report, replay_run
+from replay import GatesConfig, Policy, ReplayConfig, make_report, replay_run
 from replay.markdown import markdown
 from replay.metrics import trainer_metrics
 from replay.verify import Finding
@@ -203,6 +204,35 @@ def test_replay_that_never_fails_still_tells(replayed: Replayed) -> None:
 def test_fail_on_sets_a_gate_over_config_and_override(replayed: Replayed) -> None:
     limits = ["--fail-on=gates", *(f"--fail-on={gate}=1000" for gate in GATES)]
     assert replayed(*limits, "-o", "gates.mismatch_kl=0.1").exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["load_model", "hidden"])
+def test_too_little_memory_is_no_verdict(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It would end with 1, which says inconsistent."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
+
+    def without_checks(policy: Policy, *_: object) -> None:
+        pass
+
+    if place == "load_model":
+        monkeypatch.setattr("rollout.engines.hf.load_model", full)
+    else:
+        monkeypatch.setattr("replay.policy._check_head", without_checks)
+        monkeypatch.setattr("replay.policy._check_packing", without_checks)
+        monkeypatch.setattr(Policy, "hidden", full)
+    result = replayed()
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    advice = {
+        "load_model": "in float32 on cpu: CUDA out of memory. Tried to allocate 2.00 GiB; --dtype",
+        "hidden": "replay fewer tokens at once: -o max_tokens=13",
+    }
+    assert advice[place] in line
 
 
 def test_json_and_markdown_together_are_refused(replayed: Replayed) -> None:
