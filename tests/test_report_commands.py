@@ -349,5 +349,9 @@ def test_what_is_neither_run_nor_report_is_refused(tmp_path: Path, stored: Path)
     with pytest.raises(errors.NotARun, match="no verdict"):
         load_side(tmp_path)
     assert run("diff", tmp_path, stored).exit_code == 3
+    (tmp_path / "summary.json").write_text('{"verdict": "consistent"}')
+    result = run("diff", stored, tmp_path)
+    assert result.exit_code == 2
+    assert f"{stored} is a run and {tmp_path} a report" in result.stderr
     assert run("diff", stored).exit_code == 2
     assert run("diff", stored, stored, "--model", "m").exit_code == 2
