@@ -25,7 +25,7 @@ def cli() -> None:
     Exit codes:
       0    consistent; no difference; collected within the error budget; imported whole
       1    replay: inconsistent; diff: a difference
-      2    usage: an option, a config key or a model that cannot be used
+      2    usage: an option, a config key or a model that cannot be used, or does not fit
       3    data: a run, a file or a line that breaks the format, or nothing in it
       4    engine: unreachable, or it does not return the sampling mask
       5    stopped early: more failures than the error budget allows, or a full disk

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.view import view_rollout
+from rollout.words import counts_in_words, engine_facts
 
 if TYPE_CHECKING:
     from replay.report import Report
@@ -42,12 +43,12 @@ def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
     of_command = {}
     if last:
         of_command["tokens/s (this command)"] = f"{last['output_tokens_per_s']:,.0f}"
-        of_command["retried (this command)"] = _counts(last.get("retried", {}))
+        of_command["retried (this command)"] = counts_in_words(last.get("retried", {}))
     return {
         "rollouts": stats["rollouts"],
         "output tokens": tokens,
         **of_command,
-        "finish reasons": _counts(stats["finish_reasons"]),
+        "finish reasons": counts_in_words(stats["finish_reasons"]),
         "latency p50 / p95 / p99": " / ".join(f"{latency[p]:,.0f} ms" for p in latency) or "none",
         "support size": f"mean {sizes['mean']:.1f}, median {sizes['median']:.0f}, "
         f"p99 {sizes['p99']:.0f}, max {sizes['max']}"
@@ -55,41 +56,14 @@ def _stats_rows(stats: Mapping[str, Any]) -> dict[str, Any]:
         else "none",
         "singletons": sizes.get("singletons", 0),
         "above top_k (ties)": sizes.get("above_top_k", 0),
-        **_engine_rows(stats["engine_check"]),
+        **dict(engine_facts(stats["engine_check"])),
         "weight versions": ", ".join(f"{n} tokens {v}" for v, n in versions.items()) or "none",
         "attempts": f"{attempts['total']}, {attempts['retried']} rollouts asked again, "
         f"at most {attempts['max']} times",
         "reward": f"mean {reward['mean']:.4g} of {reward['count']}" if reward else "none",
         "on disk": f"{stats['bytes_per_token']:.0f} bytes/token" if tokens else "no tokens",
-        "failed": _counts(stats["failed"]),
-        "rejected": _counts(stats["rejected"]),
-    }
-
-
-def _engine_rows(check: Mapping[str, Any]) -> dict[str, str]:
-    """What the recorded numbers say about the engine, with the evidence in tokens or pairs."""
-
-    def fact(name: str, evidence: str) -> str:
-        return check[name] if check[name] == "unknown" else f"{check[name]} ({evidence})"
-
-    rows = check["order_rows"]
-    return {
-        "filter order, as seen": fact(
-            "filter_order",
-            f"of {rows} tokens, {check['joint_violated']} contradict joint, "
-            f"{check['sequential_violated']} sequential",
-        ),
-        "ties at top_k, as seen": fact(
-            "tie_policy", f"{check['above_top_k']} of {check['top_k_rows']} tokens above top_k"
-        ),
-        "head, as seen": fact(
-            "head", f"{check['on_grid']} of {check['grid_pairs']} logit pairs on the bf16 grid"
-        ),
-        "full logprobs, as seen": fact(
-            "full_logprobs",
-            f"of {check['temperature_rows']} tokens, {check['after_temperature_violated']} "
-            f"contradict after, {check['before_temperature_violated']} before",
-        ),
+        "failed": counts_in_words(stats["failed"]),
+        "rejected": counts_in_words(stats["rejected"]),
     }
 
 
@@ -135,72 +109,29 @@ def print_rollout(view: Mapping[str, Any]) -> None:
 
 
 def print_report(report: Report) -> None:
-    """What the verdict rests on, and the verdict as the last line."""
-    numbers = report.numbers
+    """Numbers, gates and facts, then what the verdict rests on; the verdict is the last line."""
+    from replay import sections  # cli loads no torch
+
+    summary = report.as_dict()
+    _print_numbers(sections.NUMBERS_HEAD, sections.number_rows(summary))
+    _print_numbers(sections.GATES_HEAD, sections.gate_rows(summary))
+    _print(None, dict(sections.facts_of(summary)))
+    for reason in sections.reasons_of(summary):
+        click.echo(f"{reason.head}: {_plain(reason.text)}")
+        for label, text in reason.facts:
+            sign = "->" if label == sections.ADVICE else f"{label}:"
+            click.echo(f"  {sign} {_plain(text)}")
+    click.echo("  ".join(sections.verdict_words(summary)))
+
+
+def _print_numbers(head: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    """The second and third columns are numbers."""
     table = Table(box=None)
-    table.add_column("per token")
-    table.add_column("over the support", justify="right")
-    table.add_column("whole vocabulary", justify="right")
-    without = numbers["without_support"]
-    for label, *path in (
-        ("mean |log_ratio|", "log_ratio_abs", "mean"),
-        ("p50", "log_ratio_abs", "p50"),
-        ("p99", "log_ratio_abs", "p99"),
-        ("max", "log_ratio_abs", "max"),
-        ("mean log_ratio", "log_ratio", "mean"),
-        ("mismatch_kl", "mismatch_kl"),
-        ("ratio outside [0.9, 1.1]", "ratio_outside"),
-    ):
-        table.add_row(label, _number(numbers, path), _number(without, path))
-    table.add_row("support_kl (exact)", _number(numbers, ["support_kl"]), "")
+    for i, label in enumerate(head):
+        table.add_column(label, justify="right" if i in (1, 2) else "left")
+    for row in rows:
+        table.add_row(*row)
     _console().print(table)
-    sizes = numbers["support_size"]
-    rows = {
-        "tokens scored": f"{numbers['scored_tokens']} of {numbers['tokens']} "
-        f"in {numbers['rollouts']} rollouts",
-        "kept mass, engine / trainer": f"{_number(numbers, ['kept_mass'])} / "
-        f"{_number(numbers, ['replay_kept_mass'])}",
-        "support size": f"mean {sizes['mean']:.1f}, max {sizes['max']}, "
-        f"{sizes['singletons']} singletons, {sizes['above_top_k']} above top_k",
-        "precision": ", ".join(f"{k} {v}" for k, v in report.precision.items()),
-    }
-    if report.engine is not None:
-        rows |= _engine_rows(report.engine)
-    if report.audit is not None:
-        rows |= _audit_rows(report.audit)
-    _print(None, rows)
-    for finding in report.findings:
-        click.echo(f"finding {finding.code}: {finding.count} tokens; first {finding.first}")
-    for gate in report.failed_gates:
-        click.echo(f"gate {gate.name}: {gate.value:.4g} is above {gate.limit:g}")
-    for diagnosis in report.diagnoses:
-        same = f" (the same data: {', '.join(diagnosis.also)})" if diagnosis.also else ""
-        click.echo(f"{diagnosis.code}: {diagnosis.sentence}{same}")
-        if diagnosis.advice:
-            click.echo(f"  -> {diagnosis.advice}")
-    click.echo(f"{'PASS' if report.verdict == 'consistent' else 'FAIL'}  {report.verdict}")
-
-
-def _audit_rows(audit: Mapping[str, Any]) -> dict[str, str]:
-    """What the audit of the supports found, and what it left out."""
-    if not audit["tokens"]:
-        return {"support audit": "no token that could be audited"}
-    tolerance, words = audit["tolerance"], []
-    partial = sum(count["tokens"] for count in audit["without_prefix_and_mass"].values())
-    if partial:
-        settings = ", ".join(audit["without_prefix_and_mass"])
-        words.append(f"{partial} without prefix and mass ({settings})")
-    skipped = sum(count["tokens"] for count in audit["skipped"].values())
-    if skipped:
-        words.append(f"{skipped} skipped ({', '.join(audit['skipped'])})")
-    if audit["repair_fingerprints"]:
-        words.append(f"{audit['repair_fingerprints']} explained without the drawn token")
-    return {
-        "support audit": f"{_counts(audit['classes'])} of {audit['tokens']} tokens",
-        "audit tolerance": "; ".join(
-            [f"{tolerance['logits']:.3g} logits, from {tolerance['source']}", *words]
-        ),
-    }
 
 
 def print_diff(found: Diff) -> None:
@@ -305,14 +236,3 @@ def _quoted(text: str | None, before: str = "") -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _number(numbers: Mapping[str, Any], path: list[str]) -> str:
-    value: Any = numbers
-    for key in path:
-        value = value[key]
-    return "not recorded" if value is None else f"{value:.4g}"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

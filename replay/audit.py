@@ -137,8 +137,10 @@ class Auditor:
         self._temperature: list[NDArray[np.float64]] = []
         self._margins: list[NDArray[np.float64]] = []
         self._kept: Kept | None = None
-        self._half_ranges: list[Tensor] = []
-        self._errors: list[Tensor] = []
+        # [tokens], of which `_measured` are there
+        self._half_ranges = np.empty(self._sampled, np.float32)
+        self._errors = np.full(self._sampled, np.nan, np.float32)
+        self._measured = 0
         self._partial: dict[str, Counter[str]] = {}
         self._words: Counter[str] = Counter()
 
@@ -234,25 +236,28 @@ class Auditor:
         engine = torch.cat([_engine_logprobs(r) for r in rollouts])
         gap = replay_logprobs - engine
         spread = segments("max", gap, counts) + segments("max", -gap, counts)
-        self._half_ranges.append((batch.temperature * spread / 2)[several])
+        here = slice(self._measured, self._measured + int(several.sum()))
+        self._measured = here.stop
+        self._half_ranges[here] = (batch.temperature * spread / 2)[several].numpy()
         drawn = torch.repeat_interleave(batch.targets, counts) == batch.support_ids
         rows = torch.repeat_interleave(counts)[drawn]
         gap = replay_logprobs[drawn] - batch.sampling_logprobs[rows]
         error = (batch.temperature[rows] * gap).abs()
-        self._errors.append(error[several[rows]])
+        errors = torch.full(counts.shape, torch.nan).index_copy(0, rows, error)
+        self._errors[here] = errors[several].numpy()
 
     def tolerance(self) -> Tolerance:
         """p99 of the half-ranges, or of what the sampled tokens alone tell."""
-        for source, parts, factor in (
+        for source, measured, factor in (
             ("support_logprobs", self._half_ranges, 1.0),
             ("log_ratio", self._errors, PER_LOG_RATIO),
         ):
-            tensor = torch.cat(parts).double() if parts else torch.empty(0)
-            values = tensor[tensor.isfinite()].numpy()
+            known = measured[: self._measured]
+            values = known[np.isfinite(known)].astype(np.float64)
             if len(values):
                 median, p99 = np.percentile(values, [50, 99])
-                measured = min(p99, PER_MEDIAN * median) if factor == 1 else p99
-                return Tolerance(max(FLOOR, float(factor * measured)), source, len(values))
+                largest = min(p99, PER_MEDIAN * median) if factor == 1 else p99
+                return Tolerance(max(FLOOR, float(factor * largest)), source, len(values))
         return Tolerance(FLOOR, "none", 0)
 
     def finish(self, head: Head) -> Audit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from replay.rule import (
 from replay.scopes import Scope, everything
 from rollout.diagnosis import CLEAN, Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.record_faults import RecordJudge, explain_record
+from rollout.record_faults import RecordJudge
+from rollout.rules import Fault
 from rollout.self_check import EngineCheck
 
 MOST = 0.6  # a cause that removes so much is not the mere look of another
@@ -38,21 +39,21 @@ def diagnose(
     engine: EngineCheck | None = None,
     rescore: Rescore | None = None,
     other_prompts: OtherPrompts | None = None,
+    faults: Mapping[str, Sequence[Fault]] | None = None,
 ) -> list[Diagnosis]:
     """The causes, best first; exactly one `clean` where there is none.
 
     `rollouts` are all of them, also those that break content rules or could not be scored;
-    `evidence` is None where there is no trainer. With `rescore` and `other_prompts`, mismatch that
+    `evidence` is None where there is no trainer. `faults` are those of the content rules by rollout
+    id, where somebody has looked already. With `rescore` and `other_prompts`, mismatch that
     nothing explains is replayed with other prompts.
     """
-    rollouts = list(rollouts)
-    if evidence is None:
-        return explain_record(rollouts) or [_clean(None)]
-    judge = RecordJudge(check_engine=False)
+    judge = RecordJudge(check_engine=evidence is None)
     for rollout in rollouts:
-        judge.add(rollout)
-    informative = evidence.take(evidence.informative)
-    whole = judge.whole_file(lambda pad: _implausible(informative, pad))
+        judge.add(rollout, None if faults is None else faults[rollout.rollout_id])
+    if evidence is None:
+        return judge.diagnose() or [_clean(None)]
+    whole = judge.whole_file(lambda pad: _implausible(evidence.held(evidence.informative), pad))
     causes: list[Diagnosis] = []
     unexplained: list[Diagnosis] = []
     comparable = _comparable(evidence, whole)

@@ -1,10 +1,16 @@
-"""Evidence: both sides' numbers over whole supports, as flat arrays for `diagnose`."""
+"""Evidence: both sides' numbers over whole supports, as flat arrays for `diagnose`.
+
+Numbers are held in the precision in which they were recorded and scored, float32: a run has many.
+Every method computes in float64, and `take`, with which every judgement begins, gives float64 and
+int64. Types say what `take` gives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +96,8 @@ class Evidence:
         of_sampled = np.abs(self.sampling - at_sampled)
         if not self.has_support.any():
             return np.where(np.isfinite(of_sampled), of_sampled, np.inf)
-        difference = np.where(self.has_support[self.rows], self.support_logprobs - predicted, 0.0)
+        difference = np.subtract(self.support_logprobs, predicted, dtype=np.float64)
+        difference = np.where(self.has_support[self.rows], difference, 0.0)
         over_support = np.sqrt(self.sums(self.weights * difference**2))
         distance = np.where(self.has_support, over_support, of_sampled)
         return np.where(np.isfinite(distance), distance, np.inf)
@@ -103,7 +110,7 @@ class Evidence:
     @cached_property
     def floor(self) -> Floats:
         """[T] the same distance between two precisions of the policy's own head."""
-        difference = self.replay_support - self.replay_rounded
+        difference = np.subtract(self.replay_support, self.replay_rounded, dtype=np.float64)
         over_support = np.sqrt(self.sums(self.weights * difference**2))
         return np.where(self.has_support, over_support, np.abs(self.at_sampled(difference)))
 
@@ -128,14 +135,25 @@ class Evidence:
 
     def normalised(self, logits: Floats) -> Floats:
         """[E] Log-softmax over each support."""
+        logits = logits.astype(np.float64, copy=False)
         starts = self.support.offsets[:-1]
         peak = np.maximum.reduceat(logits, starts)[self.rows]
         mass = np.add.reduceat(np.exp(logits - peak), starts)
         return logits - peak - np.log(mass)[self.rows]
 
     def take(self, keep: Mask) -> Evidence:
-        """The tokens of `keep` [T]."""
-        entries = keep[self.rows]
+        """The tokens of `keep` [T], in float64."""
+        taken = self.held(keep)
+        wide = {
+            name: values.astype(np.int64 if values.dtype.kind == "i" else np.float64, copy=False)
+            for name in (*TOKEN_FIELDS, *ENTRY_FIELDS)
+            for values in [getattr(taken, name)]
+        }
+        return replace(taken, **wide)
+
+    def held(self, keep: Mask) -> Evidence:
+        """The tokens of `keep` [T], as they are held here."""
+        entries = np.repeat(keep, self.counts)
         return Evidence(
             rollouts=self.rollouts,
             support=self.support.take(np.flatnonzero(keep)),
@@ -191,23 +209,22 @@ def make_evidence(
     """What a batch gives: policy numbers [E] and [T] in the order of the sampled tokens of
     `rollouts`. Tokens without finite numbers on both sides are left out: rules speak of those."""
     sampled = [(r, np.flatnonzero(~r.is_forced)) for r in rollouts]
-    found = Evidence(
-        rollouts=tuple(rollouts),
-        rollout=np.repeat(np.arange(len(rollouts)), [len(at) for _, at in sampled]),
-        position=np.concatenate([at for _, at in sampled]),
-        token_id=np.concatenate([r.output_ids[at].astype(np.int64) for r, at in sampled]),
-        support=Support.concatenate([r.support.take(at) for r, at in sampled]),
-        sampling=_joined([r.sampling_logprobs[at] for r, at in sampled]),
-        full=_joined([_full(r)[at] for r, at in sampled]),
-        support_logprobs=_joined([_engine(r) for r in rollouts]),
-        replay_support=np.asarray(replay_support, np.float64),
-        replay_rounded=np.asarray(replay_rounded, np.float64),
-        replay_full=np.asarray(replay_full, np.float64),
-        logsumexp=np.asarray(logsumexp, np.float64),
-        softcap=softcap,
-    )
+    columns: dict[str, NDArray[Any]] = {
+        "rollout": np.repeat(np.arange(len(rollouts)), [len(at) for _, at in sampled]),
+        "position": np.concatenate([at for _, at in sampled]),
+        "token_id": np.concatenate([r.output_ids[at] for r, at in sampled]),
+        "sampling": np.concatenate([r.sampling_logprobs[at] for r, at in sampled]),
+        "full": np.concatenate([_full(r)[at] for r, at in sampled]),
+        "support_logprobs": np.concatenate([_engine(r) for r in rollouts]),
+        "replay_support": replay_support,
+        "replay_rounded": replay_rounded,
+        "replay_full": replay_full,
+        "logsumexp": logsumexp,
+    }
+    support = Support.concatenate([r.support.take(at) for r, at in sampled])
+    found = Evidence(tuple(rollouts), support=support, softcap=softcap, **columns)
     finite = np.isfinite(found.sampling) & np.isfinite(found.replay)
-    return found.take(finite & np.isfinite(found.replay_full))
+    return found.held(finite & np.isfinite(found.replay_full))
 
 
 def _engine(rollout: Rollout) -> NDArray[np.float32]:
@@ -221,7 +238,3 @@ def _full(rollout: Rollout) -> NDArray[np.float32]:
     if rollout.full_logprobs is None:
         return np.full(rollout.num_output_tokens, np.nan, np.float32)
     return rollout.full_logprobs
-
-
-def _joined(arrays: Sequence[NDArray[np.floating]]) -> Floats:
-    return np.concatenate(arrays).astype(np.float64)

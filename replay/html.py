@@ -16,8 +16,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from replay import bins, charts
-from replay.report import CONSISTENT
-from replay.sections import audit_section, facts_of, number_rows, reasons_of, run_facts
+from replay.audit_tables import audit_section
+from replay.sections import (
+    GATES_HEAD,
+    NUMBERS_HEAD,
+    facts_of,
+    gate_rows,
+    number_rows,
+    reasons_of,
+    run_facts,
+    verdict_words,
+)
 from replay.strips import Strip, ids_shown, strip_data
 from replay.verify import Verified
 from rollout.record import Rollout
@@ -51,17 +60,20 @@ def render_page(
     `about` holds `name` and, if known, `run`, what the run says about itself.
     """
     about = about or {}
+    badge, verdict = verdict_words(summary)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    shown = [strip_data(strip, decode) for strip in strips]
+    shown = [strip_data(strip, decode, verified.vocab_size) for strip in strips]
     texts = {i: _text(i, decode) for i in sorted(ids_shown(shown))}
     context = {
         "name": str(about.get("name", "run")),
-        "verdict": summary["verdict"],
-        "passed": summary["verdict"] == CONSISTENT,
+        "badge": badge,
+        "verdict": verdict,
         "reasons": reasons_of(summary),
-        "fine": f"No finding in {summary['scored_tokens']:,} scored tokens, and every gate passes.",
+        "numbers_head": NUMBERS_HEAD,
         "numbers": number_rows(summary),
-        "gates": _gates(summary),
+        "gates_head": GATES_HEAD,
+        "gates": gate_rows(summary),
+        "failed_gates": summary["failed_gates"],
         "facts": [*facts_of(summary), *run_facts(about.get("run", {}))],
         "charts": _charts(verified, by_id),
         "audit": audit_section(summary.get("audit")),
@@ -71,7 +83,7 @@ def render_page(
         "shown_words": f"{len(strips)} of {len(rollouts):,} rollouts: the worst, and a sample."
         + ("" if decode else " There are no texts for this model and run: # is an id."),
         "footer": "Units are nats where nothing else stands.",
-        "data": _embedded({"texts": texts, "rollouts": shown}),
+        "data": _embedded({"texts": texts, "rollouts": shown, "vocab_size": verified.vocab_size}),
     }
     return _template(context)
 
@@ -115,23 +127,6 @@ def visible(text: str) -> str:
         signs.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode())
         for c in text
     )
-
-
-def _gates(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    for name, gate in summary["gates"].items():
-        passed = name not in summary["failed_gates"]
-        words = "passes" if passed else "above the limit"
-        rows.append(
-            {
-                "name": name,
-                "value": "–" if gate["value"] is None else f"{gate['value']:.4g}",
-                "limit": f"{gate['limit']:g}",
-                "passed": passed,
-                "words": "not measured" if gate["value"] is None else words,
-            }
-        )
-    return rows
 
 
 def _charts(verified: Verified, by_id: Mapping[str, Rollout]) -> list[dict[str, Any]]:

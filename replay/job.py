@@ -38,7 +38,8 @@ def replay_run(
 
     Returns the report and its folder, reports/<id>/. `on_progress` hears rollouts done, rollouts in
     all, and tokens scored. Raises `FormatError` for a damaged run, `NotARun` for one without a
-    sampled token, `PolicyError` and `ConfigError` for a model that cannot be used.
+    sampled token, `PolicyError` and `ConfigError` for a model that cannot be used,
+    `PolicyOutOfMemory` for a device that is too small.
     """
     config = config or ReplayConfig()
     run = open_run(path)

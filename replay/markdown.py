@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replay.report import CONSISTENT
-from replay.sections import facts_of, number_rows, reasons_of
+from replay.sections import (
+    GATES_HEAD,
+    NUMBERS_HEAD,
+    facts_of,
+    gate_rows,
+    number_rows,
+    reasons_of,
+    verdict_words,
+)
 
 MOST_REASONS = 20
 
 
 def markdown(summary: Mapping[str, Any], name: str = "") -> str:
-    """GitHub-flavoured Markdown of `Report.as_dict()`: verdict, reasons, numbers, gates."""
-    passed = summary["verdict"] == CONSISTENT
-    title = f"rollout replay: {'PASS' if passed else 'FAIL'} {summary['verdict']}"
+    """GitHub-flavoured Markdown of `Report.as_dict()`: verdict, reasons, numbers, gates, facts."""
+    title = f"rollout replay: {' '.join(verdict_words(summary))}"
     lines = [f"### {title}" + (f" ({_text(name)})" if name else ""), ""]
     reasons = reasons_of(summary)
     for reason in reasons[:MOST_REASONS]:
-        lines.append(f"- **{reason['kind']} {_text(reason['code'])}**: {_text(reason['text'])}")
+        lines.append(f"- **{_text(reason.head)}**: {_text(reason.text)}")
+        lines += [f"  - {label}: {_text(text)}" for label, text in reason.facts]
     if len(reasons) > MOST_REASONS:
         lines.append(f"- and {len(reasons) - MOST_REASONS} more")
-    if reasons:
-        lines.append("")
-    lines += _table(
-        ("per token, nats", "over the support", "whole vocabulary"), number_rows(summary)
-    )
-    gates = [
-        (
-            gate,
-            "not measured" if entry["value"] is None else f"{entry['value']:.4g}",
-            f"{entry['limit']:g}",
-            "failed" if gate in summary["failed_gates"] else "ok",
-        )
-        for gate, entry in summary["gates"].items()
-    ]
-    lines += ["", *_table(("gate", "value", "limit", ""), gates), ""]
-    lines += ["; ".join(f"{label}: {_text(value)}" for label, value in facts_of(summary)), ""]
-    return "\n".join(lines)
+    lines += ["", *_table(NUMBERS_HEAD, number_rows(summary))]
+    lines += ["", *_table(GATES_HEAD, gate_rows(summary)), ""]
+    lines += [f"- {label}: {_text(value)}" for label, value in facts_of(summary)]
+    return "\n".join([*lines, ""])
 
 
-def _table(head: tuple[str, ...], rows: list[Any]) -> list[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = [_row(head), _row(("---", *("---:" for _ in head[1:])))]
     return lines + [_row(tuple(_text(cell) for cell in row)) for row in rows]
 

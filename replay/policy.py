@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replay.memory import LESS_EACH, memory_for
 from replay.reference import shape_logits
 from rollout.errors import PolicyError
 
@@ -40,11 +41,14 @@ class Policy:
         """Load a Hugging Face checkpoint and check that it can be split and, if asked, packed.
 
         Raises `PolicyError` where the model computes its logits in a way that is not known here,
-        or attends across packed rollouts.
+        or attends across packed rollouts, `PolicyOutOfMemory` where it does not fit on the device.
         """
         from rollout.engines.hf import load_model  # transformers takes seconds to import
 
-        model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        with memory_for(f"{path} in {dtype} on {device}", LESS_EACH):
+            model = load_model(
+                path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            )
         head = model.get_output_embeddings()
         if head is None:
             raise PolicyError(f"{path}: has no output embeddings, so no next-token logits")
@@ -58,9 +62,10 @@ class Policy:
             device=torch.device(device),
             description={"model": path, "dtype": dtype, "device": device},
         )
-        _check_head(policy, model, path)
-        if packed:
-            _check_packing(policy, path)
+        with memory_for(f"{path} in {dtype} on {device}", LESS_EACH):
+            _check_head(policy, model, path)
+            if packed:
+                _check_packing(policy, path)
         return policy
 
     @property

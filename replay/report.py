@@ -99,7 +99,7 @@ def measure(verified: Verified) -> dict[str, Any]:
         "sampled_outside_support": int(np.isneginf(tokens.replay_logprobs).sum()),
         **ratio_numbers(tokens.log_ratio[scored]),
         "support_kl": _mean(tokens.support_kl[scored]),
-        "noise_floor": None if verified.evidence is None else _mean(verified.evidence.floor),
+        "noise_floor": verified.noise_floor,
         "kept_mass": _mean(tokens.kept_mass[scored]),
         "replay_kept_mass": _mean(tokens.replay_kept_mass[scored]),
         "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),

@@ -1,15 +1,17 @@
-"""summary.json in words: what the page and the Markdown summary say about a report."""
+"""What is said about a report, once: the page, `--md` and the table on screen only lay it out.
+
+All of it comes from summary.json (`Report.as_dict()`), as data without markup.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
-from replay.charts import share_bar
-
-Facts = list[tuple[str, str]]
+from replay.report import CONSISTENT
+from rollout.diagnosis import CLEAN
+from rollout.words import Facts, counts_in_words, engine_facts, label, number_of, plain
 
 LABELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mean |log_ratio|", ("log_ratio_abs", "mean")),
@@ -20,144 +22,149 @@ LABELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mismatch_kl", ("mismatch_kl",)),
     ("ratio outside [0.9, 1.1]", ("ratio_outside",)),
 )
+NUMBERS_HEAD = ("per token, in nats", "over the support", "whole vocabulary")
+GATES_HEAD = ("gate", "value", "limit", "")
 NATS = ("log_ratio_abs_mean", "log_ratio_abs_p99", "mismatch_kl", "support_kl")  # gates
-MOST_ROWS = 100  # of a list in the audit
+ADVICE = "what to do"
 
 
-def number_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Label, value over the support, value over the whole vocabulary."""
-    without = summary["without_support"]
-    rows = [(label, _at(summary, path), _at(without, path)) for label, path in LABELS]
-    return [*rows, ("support_kl (exact)", _at(summary, ("support_kl",)), "")]
+@dataclass(frozen=True)
+class Reason:
+    """One line of what the verdict rests on; `kind` is diagnosis, finding, gate or clean."""
+
+    kind: str
+    code: str
+    text: str
+    facts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def head(self) -> str:
+        """A diagnosis goes by its code alone."""
+        return f"{self.kind} {self.code}" if self.kind in ("finding", "gate") else self.code
 
 
-def reasons_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the verdict rests on: diagnoses, which explain, then findings, then failed gates.
+def verdict_words(summary: Mapping[str, Any]) -> tuple[str, str]:
+    """PASS or FAIL, and the verdict."""
+    verdict = str(summary["verdict"])
+    return "PASS" if verdict == CONSISTENT else "FAIL", verdict
 
-    Each has `kind`, `code`, `text` and `facts`; empty for a consistent report.
+
+def reasons_of(summary: Mapping[str, Any]) -> list[Reason]:
+    """Diagnoses, which explain, then findings, then failed gates; `clean` where none is broken.
+
+    Where content rules are broken nothing is said to be clean. Where only gates failed it is: the
+    limits are tighter than the precision of this run.
     """
-    diagnoses = summary.get("diagnoses") or ()
-    reasons = [_diagnosis(entry) for entry in diagnoses if entry.get("code") != "clean"]
+    diagnoses = summary["diagnoses"]
+    reasons = [_diagnosis(entry) for entry in diagnoses if entry["code"] != CLEAN]
     for finding in summary["findings"]:
-        text = (
-            f"{finding['count']:,} tokens in {finding['rollouts']:,} rollouts; "
-            f"first {finding['first']}"
-        )
-        reasons.append({"kind": "finding", "code": finding["code"], "text": text, "facts": []})
+        tokens, rollouts = finding["count"], finding["rollouts"]
+        words = f"{number_of(tokens, 'token')} in {number_of(rollouts, 'rollout')}"
+        words += f"; first {finding['first']}"
+        reasons.append(Reason("finding", finding["code"], words))
     for name in summary["failed_gates"]:
         gate = summary["gates"][name]
         unit = " nats" if name in NATS else ""
-        text = f"{gate['value']:.4g} is above {gate['limit']:g}{unit}"
-        reasons.append({"kind": "gate", "code": name, "text": text, "facts": []})
+        words = f"{gate['value']:.4g} is above {gate['limit']:g}{unit}"
+        reasons.append(Reason("gate", name, words))
+    clean = [entry["sentence"] for entry in diagnoses if entry["code"] == CLEAN]
+    if not reasons:
+        scored = number_of(summary["scored_tokens"], "scored token")
+        clean.append(f"No finding in {scored}, and every gate passes.")
+    if clean and not summary["findings"]:
+        reasons.append(Reason(CLEAN, CLEAN, " ".join(clean)))
     return reasons
 
 
-def _diagnosis(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Its code and sentence as they are, all else as facts."""
-    sentence = next((key for key in ("sentence", "text", "message") if entry.get(key)), "")
-    rest = {key: value for key, value in entry.items() if key not in ("code", sentence)}
-    return {
-        "kind": "diagnosis",
-        "code": str(entry.get("code", "unknown")),
-        "text": str(entry.get(sentence, "")),
-        "facts": _flat(rest),
-    }
+def _diagnosis(entry: Mapping[str, Any]) -> Reason:
+    also = ", ".join(entry["also"])
+    scope = {k: v for k, v in entry["scope"].items() if k not in ("kind", "where")}
+    facts = [
+        (ADVICE, entry["advice"]),
+        ("also", also and f"{also} (the same data, or what follows from it)"),
+        ("evidence", plain(entry["evidence"])),
+        ("scope", plain(scope)),
+    ]
+    said = tuple(fact for fact in facts if fact[1])
+    return Reason("diagnosis", entry["code"], entry["sentence"], said)
+
+
+def number_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Under `NUMBERS_HEAD`."""
+    without = summary["without_support"]
+    rows = [(name, _at(summary, path), _at(without, path)) for name, path in LABELS]
+    return [*rows, ("support_kl (exact)", _at(summary, ("support_kl",)), "")]
+
+
+def gate_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Under `GATES_HEAD`; the last cell is "passes", "above the limit" or "not measured"."""
+    rows = []
+    for name, gate in summary["gates"].items():
+        words = "above the limit" if name in summary["failed_gates"] else "passes"
+        known = gate["value"] is not None
+        value = f"{gate['value']:.4g}" if known else "-"
+        rows.append((name, value, f"{gate['limit']:g}", words if known else "not measured"))
+    return rows
 
 
 def facts_of(summary: Mapping[str, Any]) -> Facts:
-    """What was measured, and in which precision."""
-    sizes = summary["support_size"]
+    """What was measured, in which precision, and what engine and supports look like."""
+    sizes, outside = summary["support_size"], summary["sampled_outside_support"]
+    floor = summary["noise_floor"]
     facts = [
         (
             "tokens scored",
             f"{summary['scored_tokens']:,} of {summary['tokens']:,} in "
-            f"{summary['rollouts']:,} rollouts",
+            f"{number_of(summary['rollouts'], 'rollout')}",
         ),
+        ("sampled outside support", number_of(outside, "token") if outside else ""),
         (
             "kept mass, engine / trainer",
             f"{_number(summary['kept_mass'])} / {_number(summary['replay_kept_mass'])}",
         ),
         (
             "support size",
-            f"mean {sizes['mean']:.1f}, max {sizes['max']}, {sizes['singletons']:,} singletons, "
+            f"mean {sizes['mean']:.1f}, max {sizes['max']:,}, {sizes['singletons']:,} singletons, "
             f"{sizes['above_top_k']:,} above top_k",
         ),
+        (
+            "noise floor",
+            "not measured"
+            if floor is None
+            else f"{floor:.4g} nats between two precisions of the policy's head",
+        ),
         ("precision", ", ".join(f"{key} {value}" for key, value in summary["precision"].items())),
+        *(engine_facts(summary["engine_check"]) if summary["engine_check"] else ()),
+        *(audit_facts(summary["audit"]) if summary["audit"] else ()),
     ]
-    if engine := summary.get("engine_check"):
-        facts.append(("engine, as its numbers say", engine_words(engine)))
-    if summary["sampled_outside_support"]:
-        facts.append(("sampled outside support", f"{summary['sampled_outside_support']:,} tokens"))
-    return facts
+    return [fact for fact in facts if fact[1]]
 
 
-def engine_words(engine: Mapping[str, Any]) -> str:
-    """What the recorded numbers alone say of how it filters, and of its head."""
-    facts = {
-        "filter order": engine["filter_order"],
-        "ties": engine["tie_policy"],
-        "head": engine["head"],
-        "full logprobs": engine["full_logprobs"].replace("_", " "),
-    }
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
+def audit_facts(audit: Mapping[str, Any]) -> Facts:
+    """What the audit of the supports found, and what it left out."""
+    if not audit["tokens"]:
+        return [("support audit", "no token that could be audited")]
+    tolerance, words = audit["tolerance"], []
+    partial = sum(count["tokens"] for count in audit["without_prefix_and_mass"].values())
+    if partial:
+        settings = ", ".join(audit["without_prefix_and_mass"])
+        words.append(f"{partial:,} without prefix and mass ({settings})")
+    skipped = sum(count["tokens"] for count in audit["skipped"].values())
+    if skipped:
+        words.append(f"{skipped:,} skipped ({', '.join(audit['skipped'])})")
+    if audit["repair_fingerprints"]:
+        words.append(f"{audit['repair_fingerprints']:,} explained without the drawn token")
+    found = counts_in_words(audit["classes"])
+    limit = f"{tolerance['logits']:.3g} logits, from {tolerance['source']}"
+    return [
+        ("support audit", f"{found} of {number_of(audit['tokens'], 'token')}"),
+        ("audit tolerance", "; ".join([limit, *words])),
+    ]
 
 
 def run_facts(run: Mapping[str, Any]) -> Facts:
     """What a run says about itself (`rollout.view.view_run`)."""
-    return [(name.replace("_", " "), str(value)) for name, value in run.items()]
-
-
-def audit_section(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A bar of the rows' classes, facts, and a table per list; None without an audit."""
-    if not audit:
-        return None
-    classes = audit.get("classes") or {}
-    facts = {
-        key: value for key, value in audit.items() if key != "classes" and not _is_table(value)
-    }
-    tables = [_table(key, value) for key, value in audit.items() if _is_table(value)]
-    return {
-        "svg": share_bar(classes) if classes else Markup(),
-        "facts": _flat(facts),
-        "tables": tables,
-    }
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
-
-
-def _table(name: str, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    head = list(rows[0])
-    shown = [[_plain(row.get(key)) for key in head] for row in rows[:MOST_ROWS]]
-    words = f"{len(rows)} row{'s' * (len(rows) != 1)}"
-    if len(rows) > MOST_ROWS:
-        words = f"the first {MOST_ROWS} of {len(rows)} rows"
-    return {"title": name, "head": head, "rows": shown, "words": words}
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> Facts:
-    """Nested mappings as one list, keys joined by spaces; what is None or empty is left out."""
-    facts: Facts = []
-    for key, entry in value.items():
-        label = f"{before}{str(key).replace('_', ' ')}"
-        if isinstance(entry, Mapping):
-            facts += _flat(entry, f"{label} ")
-        elif entry not in (None, "", [], ()):
-            facts.append((label, _plain(entry)))
-    return facts
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "–"}[value]
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(entry)}" for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_plain(entry) for entry in value)
-    return str(value)
+    return [(label(name), str(value)) for name, value in run.items()]
 
 
 def _at(numbers: Mapping[str, Any], path: tuple[str, ...]) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.batch import PackedBatch
 from replay.bins import badness, rows_of_rollouts
 from replay.tokens import OK, Floats, TokenTable
 from rollout.record import Rollout
@@ -24,6 +23,7 @@ WORST = 20
 SAMPLE = 20
 TOKENS = 400  # of one rollout; of a longer one those around its worst token
 ALTERNATIVES = 10  # ids of a support
+LISTED = 10  # ids outside the vocabulary
 PROMPT = 2000  # characters of a prompt, the last ones
 WHY_WORST, WHY_SAMPLE = "worst", "sample"
 
@@ -54,9 +54,11 @@ class StripCollector:
         self._worst: list[tuple[tuple[int, float], int, Strip]] = []  # a heap: the best is first
         self._heard = 0
 
-    def add(self, batch: PackedBatch, table: TokenTable, support_logprobs: Floats) -> None:
-        """One batch, its rows, and [E] the policy's logprobs of every support id in it."""
-        offsets = batch.support_offsets.tolist()
+    def add(self, rollouts: Sequence[Rollout], table: TokenTable, support_logprobs: Floats) -> None:
+        """Rollouts with their rows, and [E] the policy's logprobs of all their support ids."""
+        by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+        borders = np.cumsum([0, *(len(rollout.support.ids) for rollout in rollouts)]).tolist()
+        entries = dict(zip(by_id, map(slice, borders, borders[1:]), strict=True))
         bad = badness(table)
         for rollout_id, rows in rows_of_rollouts(table):
             self._heard += 1
@@ -66,8 +68,8 @@ class StripCollector:
             is_worst = len(self._worst) < self._most or rank > self._worst[0][0]
             if not is_worst and rollout_id not in self._sample:
                 continue
-            own = support_logprobs[offsets[rows.start] : offsets[rows.stop]]
-            strip = _cut(self._by_id[rollout_id], table, rows, own, int(np.argmax(bad[rows])))
+            own = support_logprobs[entries[rollout_id]]
+            strip = _cut(by_id[rollout_id], table, rows, own, _worst(table, bad, rows))
             strip = replace(strip, faults=rank[0], mean=mean)
             if is_worst:
                 heapq.heappush(self._worst, (rank, -self._heard, strip))
@@ -81,6 +83,12 @@ class StripCollector:
         worst = [strip for *_, strip in sorted(self._worst, key=lambda entry: entry[:2])][::-1]
         shown = {strip.rollout.rollout_id for strip in worst}
         return worst + [s for s in self._sampled if s.rollout.rollout_id not in shown]
+
+
+def _worst(table: TokenTable, bad: NDArray[np.float64], rows: slice) -> int:
+    """Which of `rows` to show the surroundings of: the first finding, or else the worst."""
+    broken = np.flatnonzero(table.finding[rows] != OK)
+    return int(broken[0] if len(broken) else np.argmax(bad[rows]))
 
 
 def _cut(
@@ -105,11 +113,14 @@ def _cut(
     )
 
 
-def strip_data(strip: Strip, decode: Decode | None) -> dict[str, Any]:
+def strip_data(
+    strip: Strip, decode: Decode | None, vocab_size: int | None = None
+) -> dict[str, Any]:
     """A strip as JSON: facts, and one column per quantity with an entry per token of the window.
 
     A forced token has null in every column but `id`. `supports` lists, per token, the likeliest ids
-    as [id, engine's probability, policy's], the sampled one always among them.
+    as [id, engine's probability, policy's], always among them the sampled one and those outside the
+    vocabulary, which is the rows of the policy's head. `prompt_outside` are such ids of the prompt.
     """
     r, start, end = strip.rollout, strip.start, strip.end
     at = strip.rows["position"] - start
@@ -138,9 +149,10 @@ def strip_data(strip: Strip, decode: Decode | None) -> dict[str, Any]:
         "versions": [s.version for s in r.weight_versions if s.end > start and s.start < end],
         "prompt_tokens": len(r.prompt_ids),
         "prompt": _prompt(r, decode),
+        "prompt_outside": r.prompt_ids[_is_outside(r.prompt_ids, vocab_size)][:LISTED].tolist(),
         "ids": r.output_ids[start:end].tolist(),
         "log_ratio": log_ratio,
-        "supports": _supports(strip),
+        "supports": _supports(strip, vocab_size),
         **columns,
     }
 
@@ -155,7 +167,12 @@ _COLUMNS: dict[str, int | None] = {
 }
 
 
-def _supports(strip: Strip) -> list[list[list[Any]]]:
+def _is_outside(ids: NDArray[np.int32], vocab_size: int | None) -> NDArray[np.bool_]:
+    outside: NDArray[np.bool_] = ids < 0
+    return outside if vocab_size is None else outside | (ids >= vocab_size)
+
+
+def _supports(strip: Strip, vocab_size: int | None) -> list[list[list[Any]]]:
     """Per token of the window, rows of id and both probabilities, likeliest first."""
     r = strip.rollout
     base = r.support.offsets[strip.start]
@@ -171,9 +188,9 @@ def _supports(strip: Strip) -> list[list[list[Any]]]:
             engine = np.where(ids == r.output_ids[t], sampled, np.nan).astype(np.float32)
         known = np.fmax(engine, trainer)  # NaN only where both are
         order = np.argsort(-np.nan_to_num(known), kind="stable")
-        chosen = order[:ALTERNATIVES]
-        if not (ids[chosen] == r.output_ids[t]).any():
-            chosen = np.append(chosen, np.flatnonzero(ids == r.output_ids[t])[:1])
+        wanted = np.flatnonzero(ids == r.output_ids[t])[:1]
+        odd = np.flatnonzero(_is_outside(ids, vocab_size))[:LISTED]
+        chosen = np.array(list(dict.fromkeys([*order[:ALTERNATIVES], *wanted, *odd])), np.intp)
         found.append(
             [
                 [int(ids[i]), _rounded(float(engine[i]), 4), _rounded(float(trainer[i]), 4)]

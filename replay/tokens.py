@@ -71,6 +71,10 @@ class TokenTable:
         parts = [vars(table) for table in tables]
         return cls(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
+    def rows(self, start: int, stop: int) -> TokenTable:
+        """A part, as views: what is written into it stands here."""
+        return TokenTable(**{name: values[start:stop] for name, values in vars(self).items()})
+
     def to_arrow(self) -> pa.Table:
         """The columns of reports/<id>/tokens.arrow."""
         columns: dict[str, Any] = {name: pa.array(values) for name, values in vars(self).items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replay import losses
@@ -18,8 +19,10 @@ from replay.batch import PackedBatch, assemble, group, num_input_tokens, parts_o
 from replay.config import ReplayConfig
 from replay.diagnose import OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
+from replay.evidence_store import EvidenceStore
 from replay.facts import Head
 from replay.full import score_full
+from replay.memory import advice_for, memory_for, words_for
 from replay.policy import Policy
 from replay.score import score_support
 from replay.support_plan import plan
@@ -29,8 +32,8 @@ from rollout.record import Rollout
 from rollout.rules import Fault, find_faults
 from rollout.self_check import EngineCheck, check_engine
 
-OnScores = Callable[[PackedBatch, TokenTable, Floats], None]
-"""Hears a batch, its rows, and [E] the policy's logprobs of every support id in it."""
+OnScores = Callable[[Sequence[Rollout], TokenTable, Floats], None]
+"""Hears rollouts, their rows, and [E] the policy's logprobs of every support id in them."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Verified:
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
-    evidence: Evidence | None = None  # whole supports; None where nothing was scored
+    noise_floor: float | None = None  # nats between two precisions of the policy's head
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
     audit: Audit | None = None  # of a sample of the tokens, where it was asked for
     engine: EngineCheck | None = None  # what the recorded numbers say about the engine
+    vocab_size: int | None = None  # rows of the policy's head
 
 
 def verify(
@@ -61,7 +65,7 @@ def verify(
     policy: Policy,
     config: ReplayConfig,
     on_batch: Callable[[int, int], None] = lambda rollouts, tokens: None,
-    on_scores: OnScores = lambda batch, table, support_logprobs: None,
+    on_scores: OnScores = lambda rollouts, table, support_logprobs: None,
     other_prompts: OtherPrompts | None = None,
     semantics: Callable[[Rollout], Semantics] | None = None,
 ) -> Verified:
@@ -69,41 +73,62 @@ def verify(
 
     A rollout with an id outside the policy's vocabulary cannot go through the policy: its tokens
     are in the table without scores. `on_batch` hears the rollouts and tokens of each batch,
-    `on_scores` what the policy says about it. `other_prompts` is tried where nothing else explains
-    a mismatch. `semantics` says for the audit how the engine filtered each rollout; unless given,
-    the engine's own numbers do, and `engine_meta` where they do not tell.
+    `on_scores` what the policy says about them, and NaN of what it cannot score. `other_prompts` is
+    tried where nothing else explains a mismatch. `semantics` says for the audit how the engine
+    filtered each rollout; unless given, the engine's own numbers do, and `engine_meta` where they
+    do not tell. Raises `PolicyOutOfMemory` where a batch does not fit on the device.
     """
     rollouts = list(rollouts)
     faults = {r.rollout_id: find_faults(r, policy.vocab_size) for r in rollouts}
-    unscored = [recorded(r, faults[r.rollout_id]) for r in rollouts if not _fits(faults, r)]
-    scored, evidence = [], []
     runnable = [r for r in rollouts if _fits(faults, r)]
+    unscored = [r for r in rollouts if not _fits(faults, r)]
+    tables = [recorded(r, faults[r.rollout_id]) for r in (*unscored, *runnable)]
+    for rollout, table in zip(unscored, tables, strict=False):
+        on_scores([rollout], table, np.full(len(rollout.support.ids), np.nan, np.float32))
+    first = done = sum(map(len, tables[: len(unscored)]))
+    # whole from the start, as are the evidence and the audit: small arrays that stay between large
+    # ones that go keep a heap from shrinking
+    tokens = TokenTable.concatenate(tables)
+    del tables
+    evidence, floor = EvidenceStore(runnable), _Mean()
     engine = check_engine(rollouts)
     semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
     for own, batch in _packed(runnable, config.max_tokens):
-        table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in own)
         scores = _scores(own, batch, policy, config)
-        scored.append(replace(table, **scores.columns))
-        evidence.append(scores.evidence)
+        table = tokens.rows(done, done + len(batch.targets))
+        done += len(table)
+        for name, values in scores.columns.items():
+            getattr(table, name)[:] = values
+        evidence.add(scores.evidence)
+        floor.add(scores.evidence.floor)
         if config.audit_tokens:
-            auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
-        on_scores(batch, scored[-1], scores.support_logprobs.cpu().numpy())
+            with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
+                head, logprobs = _head(policy, config), scores.support_logprobs
+                auditor.add(batch, scores.hidden, head, logprobs)
+        on_scores(own, table, scores.support_logprobs.cpu().numpy())
         on_batch(len(own), len(table))
-    findings = _findings(rollouts, faults)
-    if scored:
-        findings += _no_numbers(TokenTable.concatenate(scored))
-    tokens = TokenTable.concatenate([*unscored, *scored])
-    whole = Evidence.concatenate(evidence) if evidence else None
+    findings = _findings(rollouts, faults) + _no_numbers(tokens, first)
     diagnoses = diagnose(
-        whole,
+        evidence.whole(),
         rollouts,
         engine,
         lambda changed: rescore(changed, policy, config),
         other_prompts,
+        faults,
     )
-    audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
-    return Verified(tokens, tuple(findings), len(rollouts), whole, tuple(diagnoses), audit, engine)
+    with memory_for("the support audit", "replay without it: --audit 0"):
+        audit = auditor.finish(_head(policy, config)) if config.audit_tokens else None
+    return Verified(
+        tokens=tokens,
+        findings=tuple(findings),
+        rollouts=len(rollouts),
+        noise_floor=floor.value,
+        diagnoses=tuple(diagnoses),
+        audit=audit,
+        engine=engine,
+        vocab_size=policy.vocab_size,
+    )
 
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
@@ -125,6 +150,22 @@ def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
     return all(f.code != "id_outside_vocabulary" for f in faults[rollout.rollout_id])
 
 
+class _Mean:
+    """Of the finite values of many arrays."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        finite = values[np.isfinite(values)]
+        self._sum += float(finite.sum())
+        self._count += len(finite)
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._count if self._count else None
+
+
 class _Scores(NamedTuple):
     columns: dict[str, Any]  # of `TokenTable`
     support_logprobs: Tensor  # [E] of every support id
@@ -132,8 +173,15 @@ class _Scores(NamedTuple):
     hidden: Tensor  # [T, D] of the scored tokens
 
 
-@torch.inference_mode()
 def _scores(
+    rollouts: Sequence[Rollout], batch: PackedBatch, policy: Policy, config: ReplayConfig
+) -> _Scores:
+    with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
+        return _scores_in_memory(rollouts, batch, policy, config)
+
+
+@torch.inference_mode()
+def _scores_in_memory(
     rollouts: Sequence[Rollout], batch: PackedBatch, policy: Policy, config: ReplayConfig
 ) -> _Scores:
     """What the policy says of the scored tokens of `batch`, which holds `rollouts`; with the head
@@ -204,9 +252,10 @@ def _engine_logprobs(rollout: Rollout) -> Tensor:
     return torch.tensor(np.asarray(rollout.support_logprobs))
 
 
-def _no_numbers(tokens: TokenTable) -> list[Finding]:
-    """Tokens that went through the policy and came out as no number."""
-    at = np.flatnonzero(np.isnan(tokens.replay_logprobs) & (tokens.finding == OK))
+def _no_numbers(tokens: TokenTable, start: int) -> list[Finding]:
+    """Tokens from row `start` on, which went through the policy, that came out as no number."""
+    lost = np.isnan(tokens.replay_logprobs[start:]) & (tokens.finding[start:] == OK)
+    at = start + np.flatnonzero(lost)
     if not len(at):
         return []
     ids, first = tokens.rollout_id[at], at[0]

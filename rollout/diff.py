@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout.errors import NotARun, ShardDamaged
+from rollout.errors import ConfigError, NotARun, ShardDamaged
 from rollout.files import read_json
 from rollout.reader import open_run
 from rollout.schema import REPORTS_DIR, RUN_FILE
@@ -36,6 +36,7 @@ class Side:
     settings: Flat
     numbers: Flat
     tokens: Path | None = None  # tokens.arrow of a report
+    kind: str = "report"  # or run
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,13 @@ def compare(a: Side, b: Side, rtol: float = RTOL, atol: float = ATOL) -> Diff:
     """What differs between `a` and `b`.
 
     Fractions and means are the same within atol + rtol * the larger of both; counts and words only
-    when they are equal.
+    when they are equal. Raises `ConfigError` for a run beside a report.
     """
+    if a.kind != b.kind:
+        raise ConfigError(
+            f"{a.name} is a {a.kind} and {b.name} a {b.kind}: they have no numbers in common; "
+            "give two runs or two reports"
+        )
     keys = [*a.numbers, *(key for key in b.numbers if key not in a.numbers)]
     numbers = [_difference(key, a.numbers, b.numbers) for key in keys]
     settings = [*a.settings, *(key for key in b.settings if key not in a.settings)]
@@ -133,6 +139,7 @@ def with_reports(a: Side, b: Side, path_a: Path, path_b: Path) -> tuple[Side, Si
             settings=side.settings | _prefixed("report", found.settings),
             numbers=side.numbers | _prefixed("report", found.numbers),
             tokens=found.tokens,
+            kind=side.kind,
         )
         for side, report in zip((a, b), reports, strict=True)
         if report is not None
@@ -168,7 +175,7 @@ def _run(path: Path) -> Side:
     info = open_run(path).info
     settings = {key: value for key, value in info.items() if key not in _NOT_SETTINGS}
     stats = {key: value for key, value in run_stats(path).items() if key not in _TIMINGS}
-    return Side(str(path), _flat(settings), _flat(stats))
+    return Side(str(path), _flat(settings), _flat(stats), kind="run")
 
 
 def _flat(value: Mapping[str, Any], before: str = "") -> Flat:

@@ -29,6 +29,7 @@
     ├── RunLocked                    another process writes this run directory
     ├── DiskFull                     no space left to write to; what was committed is kept
     ├── PolicyError                  the trainer-side model cannot be used as asked
+    │   └── PolicyOutOfMemory        ... because the device has too little memory for a batch
     ├── EngineError                  the engine cannot be used, or did not answer what was asked
     │   ├── EngineUnreachable        no answer
     │   ├── EngineRefused            HTTP 4xx, with the server's words
@@ -263,6 +264,12 @@ class PolicyError(RolloutError):
     """The trainer-side model cannot be used as asked."""
 
     code = "policy"
+
+
+class PolicyOutOfMemory(PolicyError):
+    """The device has too little memory for the model, or for one batch of it."""
+
+    code = "policy_out_of_memory"
 
 
 class EngineError(RolloutError):

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from rollout.errors import BadOffsets
 
+PIECE = 1_000_000  # ids
+
 
 @dataclass(frozen=True, eq=False)
 class Support:
@@ -67,9 +69,10 @@ class Support:
         """Number of ids per output token; 0 is a forced token."""
         return np.diff(self.offsets).astype(np.int32)
 
-    @cached_property
+    @property
     def rows(self) -> NDArray[np.int64]:
-        """The output token that each entry of `ids` belongs to."""
+        """The output token that each entry of `ids` belongs to; made anew, as it is twice as large
+        as `ids`."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def contains(self, output_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -82,9 +85,16 @@ class Support:
     def duplicated(self) -> NDArray[np.bool_]:
         """Whether each row holds some id twice."""
         found = np.zeros(len(self), dtype=bool)
-        # row and id as one number: sorting those is ten times faster than sorting by two keys
-        keys = np.sort((self.rows << 32) | self.ids.view(np.uint32))
-        found[keys[1:][keys[1:] == keys[:-1]] >> 32] = True
+        start = 0
+        while start < len(self):  # a piece at a time: its keys take four times its ids
+            wanted = self.offsets[start] + PIECE
+            stop = max(start + 1, int(np.searchsorted(self.offsets, wanted, "right")) - 1)
+            first, last = self.offsets[[start, stop]]
+            rows = np.repeat(np.arange(start, stop), np.diff(self.offsets[start : stop + 1]))
+            # row and id as one number: sorting those is ten times faster than sorting by two keys
+            keys = np.sort((rows << 32) | self.ids[first:last].view(np.uint32))
+            found[keys[1:][keys[1:] == keys[:-1]] >> 32] = True
+            start = stop
         return found
 
     def take(self, index: NDArray[np.integer]) -> Support:

@@ -101,6 +101,8 @@ def make_decode(tokenizer: Any) -> Decode:
     """The text that each id stands for, spaces kept; the piece itself for half a character."""
 
     def decode(token: int) -> str | None:
+        if token < 0:
+            return None  # which tokenizers in Rust do not take for an id at all
         piece = tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return None  # rows of the head that no tokenizer knows

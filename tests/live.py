@@ -47,10 +47,13 @@ def collect_run(url: str, model: Path, out: Path, *overrides: str) -> dict[str, 
     return stats
 
 
-def replay_run(run: Path, model: Path, verdict: str = "consistent") -> dict[str, Any]:
+def replay_run(
+    run: Path, model: Path, verdict: str = "consistent", flags: Sequence[str] = ()
+) -> dict[str, Any]:
     """`rollout replay`, which must come to `verdict`; its summary."""
     code = 0 if verdict == "consistent" else 1
-    summary: dict[str, Any] = invoke("replay", str(run), "--model", str(model), exit_code=code)
+    command = ["replay", str(run), "--model", str(model), *flags]
+    summary: dict[str, Any] = invoke(*command, exit_code=code)
     assert summary["verdict"] == verdict
     return summary
 

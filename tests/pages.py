@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from builders import make_rollout
 
-from replay import GatesConfig, TokenTable, Verified, make_report, pack
+from replay import GatesConfig, TokenTable, Verified, make_report
 from replay.html import render_page
 from replay.strips import Strip, StripCollector
 from replay.tokens import recorded
@@ -24,6 +24,8 @@ HOSTILE = {
     11: "&lt;b&gt;",
     12: "\u202eright to left\ud800",
 }
+
+VOCAB_SIZE = 1000  # above every id of `synthetic`
 
 
 def decode(token: int) -> str:
@@ -40,9 +42,23 @@ def synthetic(rollouts: int, tokens: int, seed: int = 0) -> tuple[list[Rollout],
     tables = []
     for rollout in made:
         table, support_logprobs = _scored(rollout, generator)
-        collector.add(next(pack([rollout], 1)), table, support_logprobs)
+        collector.add([rollout], table, support_logprobs)
         tables.append(table)
     return made, Verified(TokenTable.concatenate(tables), (), rollouts), collector
+
+
+def outside_the_vocabulary(length: int) -> tuple[Rollout, int]:
+    """A rollout with ids outside the vocabulary in its prompt, as an output token, and as the least
+    likely id of the support of the token before; and where that output token is."""
+    (rollout,), *_ = synthetic(rollouts=1, tokens=length)
+    at = length - 100 + int(np.argmax(rollout.support.counts[length - 100 :]))
+    first, last = rollout.support.offsets[[at, at + 1]].tolist()
+    ids, output = rollout.support.ids.copy(), rollout.output_ids.copy()
+    ids[first + int(np.argmin(rollout.support_logprobs[first:last]))] = VOCAB_SIZE
+    output[at + 1] = VOCAB_SIZE + 5
+    support = Support(ids, rollout.support.offsets)
+    prompt = np.array([1, -3, VOCAB_SIZE], np.int32)
+    return replace(rollout, support=support, output_ids=output, prompt_ids=prompt), at + 1
 
 
 def page(

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser
-from pages import HOSTILE, page, synthetic
+from pages import HOSTILE, VOCAB_SIZE, outside_the_vocabulary, page, synthetic
 
 from replay import GatesConfig, Verified
+from replay.strips import StripCollector
+from replay.tokens import recorded
 from replay.verify import Finding
+from rollout.rules import find_faults
 
 pytestmark = pytest.mark.browser
 
@@ -120,6 +123,27 @@ def test_what_a_token_says_is_text_and_never_runs(opened: Browser) -> None:
     assert count(opened, "img") == 0
     opened.hover(".rollout:first-child .t")
     assert opened.text("#card .token") == HOSTILE[7]
+
+
+def test_an_id_outside_the_vocabulary_is_marked_in_strip_support_and_head(
+    browser: Browser, tmp_path: Path
+) -> None:
+    odd, at = outside_the_vocabulary(120)
+    collector = StripCollector([odd])
+    rows = recorded(odd, find_faults(odd, VOCAB_SIZE))
+    collector.add([odd], rows, np.full(len(odd.support.ids), np.nan, np.float32))
+    path = tmp_path / "report.html"
+    verified = Verified(rows, (), 1, vocab_size=VOCAB_SIZE)
+    path.write_text(page([odd], verified, collector.strips()), encoding="utf-8")
+    browser.run_scripts(True)
+    browser.open(path)
+    assert browser.errors == []
+    assert browser.ask("document.querySelector('.t.outside').dataset.i") == str(at)
+    browser.hover(".t.outside")
+    assert "prompt holds ids outside the vocabulary: -3, 1000" in browser.text(".rollout .about")
+    assert "outside the policy's vocabulary of 1000 ids" in browser.text("#card")
+    browser.hover(f".t:nth-child({at})")  # the token before
+    assert count(browser, "#card .support .outside") == 1
 
 
 def test_filters_and_orders(opened: Browser) -> None:

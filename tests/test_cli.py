@@ -251,7 +251,10 @@ def test_one_token_outside_its_support_exits_1_and_is_named(
         written.commit(to_batch([outside]))
     result = run("replay", tmp_path / "run", "--model", tiny_model_path, "--dtype", "float32")
     assert result.exit_code == 1
-    assert "finding sampled_outside_support: 1 tokens; first 7:0: output token 0" in result.stdout
+    assert (
+        "finding sampled_outside_support: 1 token in 1 rollout; first 7:0: output token 0"
+        in result.stdout
+    )
     assert result.stdout.splitlines()[-1] == "FAIL  inconsistent"
 
 

@@ -150,7 +150,7 @@ def test_half_a_character_shows_its_piece_and_an_id_beyond_none(tiny_model_path:
     decode = make_decode(tokenizer)
     halves = [decode(i) for i in tokenizer("é", add_special_tokens=False)["input_ids"]]
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(map(str, halves))
-    assert decode(10**6) is None
+    assert decode(10**6) is None and decode(-1) is None
 
 
 def test_the_space_that_sentencepiece_drops_is_kept() -> None:

@@ -70,6 +70,16 @@ def test_what_sglang_sampled_is_consistent_with_transformers(
     }
 
 
+def test_a_live_run_is_clean_in_the_precision_of_either_side(
+    sglang_url: str, smollm2_path: Path, tmp_path: Path
+) -> None:
+    limits = ("prompts.limit=8", "sampling.temperature=0.8", "sampling.top_k=40")
+    collect_run(sglang_url, smollm2_path, tmp_path / "run", *limits)
+    for dtype in ("bfloat16", "float32"):
+        summary = replay_run(tmp_path / "run", smollm2_path, flags=["--dtype", dtype])
+        assert [d["code"] for d in summary["diagnoses"]] == ["clean"], summary["diagnoses"]
+
+
 def test_chat_arguments_reach_the_servers_template(
     sglang_url: str, smollm2_path: Path, tmp_path: Path
 ) -> None:

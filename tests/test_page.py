@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import make_rollout
-from pages import decode, page, synthetic
+from pages import VOCAB_SIZE, decode, outside_the_vocabulary, page, synthetic
 
 from replay import GatesConfig, Verified
 from replay.bins import by_position, by_support_size, by_version, density, log_ratio_histogram
 from replay.html import visible
-from replay.strips import TOKENS, strip_data
+from replay.strips import ALTERNATIVES, TOKENS, strip_data
 from replay.tokens import TokenTable, recorded
 from rollout.record import WeightSpan
+from rollout.rules import find_faults
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +84,22 @@ def test_a_character_without_a_shape_is_escaped() -> None:
     assert visible("a\u202eb\ud800\n\x00") == "a\\u202eb\\ud800⏎\\x00"
 
 
-def test_diagnoses_and_audit_are_shown_where_they_are_there(made: Any) -> None:
+def test_the_audit_is_shown_where_there_was_one(made: Any) -> None:
     rollouts, verified, collector = made
-    diagnosis = {
-        "code": "temperature_ignored",
-        "scope": "all",
-        "sentence": "Sampled at temperature 1.",
-        "evidence": {"estimate": 1.0034},
-    }
     audit = {
-        "tolerance": 0.3,
+        "tokens": 100,
         "classes": {"robust": 90, "inconsistent": 10},
-        "intruders": [{"rollout_id": "1:0", "rank": 12}],
+        "tolerance": {"logits": 0.3, "source": "log_ratio"},
+        "without_prefix_and_mass": {},
+        "skipped": {},
+        "repair_fingerprints": 0,
+        "worst": [{"rollout_id": "1:0", "rank": 12}],
     }
-    html = page(rollouts, verified, collector.strips(), diagnoses=[diagnosis], audit=audit)
+    html = page(rollouts, verified, collector.strips(), audit=audit)
     text = " ".join(Tags(html).text.split())
-    assert "diagnosis temperature_ignored Sampled at temperature 1." in text
-    assert "evidence estimate 1.003" in text
     assert "robust 90 (90.0%)" in text and "inconsistent 10 (10.0%)" in text
-    assert "intruders: 1 row" in text
-    plain = page(rollouts, verified, collector.strips(), diagnoses=[{"code": "clean"}])
+    assert "worst: 1 row" in text
+    plain = page(rollouts, verified, collector.strips())
     assert "Support audit" not in plain and "No finding" in plain
 
 
@@ -133,6 +130,31 @@ def test_a_long_rollout_is_cut_around_its_worst_token() -> None:
     recorded_p = np.exp(rollouts[0].sampling_logprobs[worst])
     sampled = next(row for row in support if row[0] == rollouts[0].output_ids[worst])
     assert sampled[1] == pytest.approx(recorded_p, abs=1e-4)
+
+
+def test_a_rollout_that_cannot_be_run_is_the_first_and_its_odd_ids_are_there() -> None:
+    rollouts, verified, collector = synthetic(rollouts=30, tokens=20)
+    odd, at = outside_the_vocabulary(3 * TOKENS)
+    odd = replace(odd, rollout_id="99:0")
+    table_of_odd = recorded(odd, find_faults(odd, VOCAB_SIZE))
+    collector.add([odd], table_of_odd, np.full(len(odd.support.ids), np.nan, np.float32))
+    first = collector.strips()[0]
+    assert (first.rollout, first.faults, first.mean) == (odd, odd.num_output_tokens, None)
+    data = strip_data(first, decode, VOCAB_SIZE)
+    assert data["start"] <= at - 1 < at < data["start"] + TOKENS, "not the start of the rollout"
+    assert data["ids"][at - data["start"]] == VOCAB_SIZE + 5
+    assert data["finding"][at - data["start"]] == "id_outside_vocabulary"
+    assert set(data["log_ratio"]) == {None}
+    assert data["prompt_outside"] == [-3, VOCAB_SIZE]
+    support = data["supports"][at - 1 - data["start"]]
+    assert len(support) > ALTERNATIVES
+    (row,) = [row for row in support if row[0] == VOCAB_SIZE]
+    assert row[1] is not None and row[2] is None
+    tokens = TokenTable.concatenate([verified.tokens, table_of_odd])
+    whole = Verified(tokens, (), 31, vocab_size=VOCAB_SIZE)
+    html = page([*rollouts, odd], whole, collector.strips())
+    assert embedded(html)["vocab_size"] == VOCAB_SIZE
+    assert embedded(html)["rollouts"][0]["id"] == "99:0"
 
 
 def test_an_engine_without_support_logprobs_has_them_for_the_sampled_token_alone() -> None:

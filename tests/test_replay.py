@@ -284,6 +284,36 @@ def test_an_empty_run_is_not_consistent(tmp_path: Path, tiny_model_path: Path) -
         replay_run(store(tmp_path, []), str(tiny_model_path), FP32)
 
 
+class Full:
+    """A body whose device has no memory for more than `limit` input tokens."""
+
+    def __init__(self, policy: Policy, limit: int) -> None:
+        self.body, self.limit = policy.body, limit
+
+    def __call__(self, input_ids: torch.Tensor, **more: Any) -> Any:
+        if input_ids.numel() > self.limit:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB. See more."
+            )
+        return self.body(input_ids=input_ids, **more)
+
+
+def test_a_batch_that_does_not_fit_says_how_to_make_it_smaller(
+    rollouts: list[Rollout], policy: Policy
+) -> None:
+    full = replace(policy, body=Full(policy, 20))
+    with pytest.raises(errors.PolicyOutOfMemory) as caught:
+        verify(rollouts, full, FP32)
+    assert str(caught.value) == (
+        "a batch of 56 tokens (0:0 to 3:0): CUDA out of memory. Tried to allocate 2.00 GiB; "
+        "replay fewer tokens at once: -o max_tokens=28"
+    )
+    smaller = FP32.model_copy(update={"max_tokens": 20})
+    assert len(verify(rollouts, full, smaller).tokens) == 48, "the advice, followed, helps"
+    with pytest.raises(errors.PolicyOutOfMemory, match="one rollout is not cut: --dtype bfloat16"):
+        verify(rollouts[:1], replace(policy, body=Full(policy, 5)), FP32)
+
+
 def test_gates_can_be_set(rollouts: list[Rollout], policy: Policy) -> None:
     verified: Verified = verify(rollouts, policy, FP32)
     tight = GatesConfig(log_ratio_abs_mean=0.0)

@@ -13,18 +13,20 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+import torch
 from builders import make_rollout
 from click.testing import CliRunner, Result
 from pages import synthetic
 
 from cli.fail_on import FailOn
 from cli.main import cli
-from replay import GatesConfig, ReplayConfig, make_report, replay_run
+from replay import GatesConfig, Policy, ReplayConfig, make_report, replay_run
 from replay.markdown import markdown
 from replay.metrics import trainer_metrics
 from replay.verify import Finding
 from rollout import errors
 from rollout.diff import Side, compare, load_side
+from rollout.support import Support
 from rollout.writer import RunWriter
 
 GATES = list(GatesConfig.model_fields)
@@ -87,7 +89,7 @@ HOSTILE = Finding("bad_code", 1, 1, "a|b <script>\n# [x](http://e) `c` @someone:
 def test_markdown_is_a_verdict_and_two_tables() -> None:
     lines = markdown(summary(), "a_run").splitlines()
     assert lines[0] == "### rollout replay: PASS consistent (a_run)"
-    assert "| per token, nats | over the support | whole vocabulary |" in lines
+    assert "| per token, in nats | over the support | whole vocabulary |" in lines
     assert "| gate | value | limit |  |" in lines
     rows = [line for line in lines if line.startswith("|")]
     assert {row.count("|") for row in rows[:10]} == {4}
@@ -204,6 +206,35 @@ def test_fail_on_sets_a_gate_over_config_and_override(replayed: Replayed) -> Non
     assert replayed(*limits, "-o", "gates.mismatch_kl=0.1").exit_code == 0
 
 
+@pytest.mark.parametrize("place", ["load_model", "hidden"])
+def test_too_little_memory_is_no_verdict(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It would end with 1, which says inconsistent."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
+
+    def without_checks(policy: Policy, *_: object) -> None:
+        pass
+
+    if place == "load_model":
+        monkeypatch.setattr("rollout.engines.hf.load_model", full)
+    else:
+        monkeypatch.setattr("replay.policy._check_head", without_checks)
+        monkeypatch.setattr("replay.policy._check_packing", without_checks)
+        monkeypatch.setattr(Policy, "hidden", full)
+    result = replayed()
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    advice = {
+        "load_model": "in float32 on cpu: CUDA out of memory. Tried to allocate 2.00 GiB; --dtype",
+        "hidden": "replay fewer tokens at once: -o max_tokens=13",
+    }
+    assert advice[place] in line
+
+
 def test_json_and_markdown_together_are_refused(replayed: Replayed) -> None:
     assert replayed("--md", "--json").exit_code == 2
 
@@ -277,6 +308,32 @@ def test_tokens_of_another_vocabulary_are_shown_by_their_ids(
     assert re.search(r"<mark>#\d+</mark>", page)
 
 
+def test_a_rollout_with_an_id_outside_the_vocabulary_is_shown_token_by_token(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """A run of another model: it cannot be run, and is what somebody needs to see."""
+    good, odd = synthetic(rollouts=2, tokens=12)[0]
+    ids, output = odd.support.ids.copy(), odd.output_ids.copy()
+    row = slice(*odd.support.offsets[[5, 6]].tolist())
+    ids[row][ids[row] == output[5]] = output[5] = 70_000
+    odd = replace(odd, support=Support(ids, odd.support.offsets), output_ids=output)
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for rollout in (good, odd):
+            writer.write(rollout)
+    config = ReplayConfig(dtype="float32")
+    report, folder = replay_run(tmp_path / "run", str(tiny_model_path), config)
+    assert {f.code: f.count for f in report.findings} == {"id_outside_vocabulary": 2}
+    html = (folder / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert found
+    data = json.loads(found[1])
+    strip = {strip["id"]: strip for strip in data["rollouts"]}["1:0"]
+    assert data["vocab_size"] < 70_000 == strip["ids"][5]
+    assert data["texts"]["70000"] == "#70000"
+    assert strip["finding"] == [None] * 5 + ["id_outside_vocabulary"] + [None] * 6
+    assert strip["faults"] == 12
+
+
 def test_counts_must_be_equal_and_fractions_nearly() -> None:
     a = Side("a", {}, {"count": 1000, "mean": 1.0, "verdict": "consistent", "only_a": 1})
     b = Side("b", {}, {"count": 1001, "mean": 1.009, "verdict": "consistent"})
@@ -292,5 +349,9 @@ def test_what_is_neither_run_nor_report_is_refused(tmp_path: Path, stored: Path)
     with pytest.raises(errors.NotARun, match="no verdict"):
         load_side(tmp_path)
     assert run("diff", tmp_path, stored).exit_code == 3
+    (tmp_path / "summary.json").write_text('{"verdict": "consistent"}')
+    result = run("diff", stored, tmp_path)
+    assert result.exit_code == 2
+    assert f"{stored} is a run and {tmp_path} a report" in result.stderr
     assert run("diff", stored).exit_code == 2
     assert run("diff", stored, stored, "--model", "m").exit_code == 2

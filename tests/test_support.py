@@ -64,6 +64,14 @@ def test_contains_and_duplicated_agree_with_python(
     assert support.duplicated().tolist() == [len(set(row)) < len(row) for row in ids]
 
 
+def test_duplicates_are_found_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 3 ids: rows that end one, that are larger than one, and that are empty."""
+    monkeypatch.setattr("rollout.support.PIECE", 3)
+    rows = [[1, 2, 1], [], [4], [4], [7, 8, 9, 7, 5], [], [3, 3], [-1, 6], []]
+    wanted = [len(set(row)) < len(row) for row in rows]
+    assert Support.from_rows(rows).duplicated().tolist() == wanted
+
+
 @pytest.mark.parametrize(
     ("offsets", "words"),
     [

@@ -27,6 +27,7 @@
     return Math.abs(value) >= 0.001 || value === 0 ? number(value, 4) : value.toExponential(1).replace("-", "−");
   };
   const textOf = (id) => (data.texts[id] === undefined ? `#${id}` : data.texts[id]);
+  const isOutside = (id) => id < 0 || (data.vocab_size !== null && id >= data.vocab_size);
   const level = (value, steps) => steps.filter((step) => value >= step).length;
 
   const shade = (rollout, i, mode) => {
@@ -44,6 +45,7 @@
     const classes = ["t", shade(rollout, i, by("colour").value)];
     if (rollout.support_size[i] === null) classes.push("forced");
     else if (rollout.finding[i] || typeof rollout.log_ratio[i] !== "number") classes.push("fault");
+    if (isOutside(rollout.ids[i])) classes.push("outside");
     if (token === current) classes.push("current");
     token.className = classes.filter(Boolean).join(" ");
   };
@@ -54,6 +56,7 @@
     head.append(make("h3", "", rollout.id));
     head.append(make("span", "tag", rollout.why === "worst" ? "among the worst" : "sample"));
     if (rollout.faults) head.append(make("span", "tag fault", `${rollout.faults} token${rollout.faults === 1 ? "" : "s"} with a finding or without a score`));
+    if (rollout.prompt_outside.length) head.append(make("span", "tag fault", `prompt holds ids outside the vocabulary: ${rollout.prompt_outside.join(", ")}`));
     const facts = [
       `${rollout.length} tokens`,
       rollout.mean === null ? "not scored" : `mean |log_ratio| ${small(rollout.mean)} nats`,
@@ -116,6 +119,7 @@
       return;
     }
     card.append(make("p", "", `${place} · support of ${size} id${size === 1 ? "" : "s"}`));
+    if (isOutside(id)) card.append(make("p", "fault", `outside the policy's vocabulary${data.vocab_size === null ? "" : ` of ${data.vocab_size} ids`}`));
     if (rollout.finding[i]) card.append(make("p", "fault", `finding ${rollout.finding[i]}`));
     const [engine, trainer] = [rollout.sampling_logprobs[i], rollout.replay_logprobs[i]];
     const [engineFull, trainerFull] = [rollout.full_logprobs[i], rollout.replay_full_logprobs[i]];
@@ -128,7 +132,7 @@
     const support = make("table", "support");
     support.append(row(["support", key("engine"), key("trainer"), ""], "", "th"));
     for (const [other, p, q] of rollout.supports[i]) {
-      const name = make("td", "text", textOf(other));
+      const name = make("td", isOutside(other) ? "text outside" : "text", textOf(other));
       const bars = make("td", "pair");
       [[p, "engine"], [q, "trainer"]].forEach(([value, series]) => {
         const bar = make("i", series);
