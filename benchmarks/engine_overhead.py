@@ -21,6 +21,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,7 +115,9 @@ class SettingType(click.ParamType):
 @click.command()
 @click.option("--url", help="Of the server.")
 @click.option("--model", help="The folder of the model that it serves.")
-@click.option("--minutes", default=1.5, show_default=True, help="Stop after these.")
+@click.option(
+    "--minutes", default=1.5, show_default=True, help="Stop after these; warming up is not in them."
+)
 @click.option("--in-flight", default=64, show_default=True, help="Requests at a time.")
 @click.option("--requests", type=int, help="Of a cell; two for each in flight if left out.")
 @click.option("--prompt-tokens", default=64, show_default=True, help="Of each prompt.")
@@ -162,8 +165,7 @@ async def measure(
             "model": Path(model).name,
             "device": device_name(server),
             "server": {name: server.get(name) for name in TOLD},
-            "client": {name: importlib.metadata.version(name) for name in PACKAGES}
-            | {"processors": len(os.sched_getaffinity(0))},
+            "client": versions(),
             "load": {
                 "in_flight": in_flight,
                 "requests": len(prompts),
@@ -221,7 +223,7 @@ async def warm_up(run: Run, settings: tuple[Setting, ...], stack: AsyncExitStack
     print(f"warm-up at full width: {time.monotonic() - began:.1f} s", flush=True)
 
 
-async def seconds(call: Any) -> float:
+async def seconds(call: Awaitable[Any]) -> float:
     began = time.perf_counter()
     await call
     return time.perf_counter() - began
@@ -243,20 +245,21 @@ async def watch_streams(run: Run, stream_tokens: int, repetitions: int) -> None:
 
 
 async def take_turns(run: Run, settings: tuple[Setting, ...], repetitions: int) -> None:
-    """Every arm once in each repetition, in an order of its own."""
+    """Every arm once in each repetition, in an order of its own; the last may be cut short."""
     shuffle = random.Random(0)
     for repetition in range(repetitions):
         for setting in settings:
             for arm in shuffle.sample(ARMS, len(ARMS)):
-                name = f"{repetition} {setting} {arm.name}"
                 if run.spent:
-                    run.left_out.append(name)
+                    run.left_out += [f"{arm.name}, top_k {setting}"] if repetition == 0 else []
                     continue
                 row = {"setting": str(setting), "arm": arm.name, "repetition": repetition}
                 row |= await run.cell(arm, setting, run.load)
                 run.rows.append(row)
                 print(line(row), flush=True)
             run.write()
+        if run.spent:
+            break
 
 
 def line(row: dict[str, Any]) -> str:
@@ -273,12 +276,17 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def versions() -> dict[str, str | None]:
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    return {name: installed.get(name) for name in PACKAGES}
+
+
 def device_name(server: dict[str, Any]) -> str:
-    if server.get("device") != "cuda":
-        return f"{server.get('device', 'unknown device')}, {os.cpu_count()} processors"
+    """Of the server, which runs on this machine."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cuda"
+    on_gpu = server.get("device") == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} processors"
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
-from overhead_arms import PLAIN
+from overhead_arms import ARMS, PLAIN
 from support_markdown import figure, header, line, three_digits, unique
 
 from rollout.stats import percentiles
@@ -24,8 +25,10 @@ FIGURES = (
 def summary(rows: Sequence[Row]) -> list[Row]:
     """One row per setting and arm: medians over its repetitions, and the ratio to the plain arm."""
     found = []
-    for setting, arm in unique((row["setting"], row["arm"]) for row in rows):
+    for setting, arm in product(unique(row["setting"] for row in rows), [a.name for a in ARMS]):
         cell = [row for row in rows if (row["setting"], row["arm"]) == (setting, arm)]
+        if not cell:  # left out
+            continue
         medians = {
             name: statistics.median(values)
             for name in FIGURES
@@ -78,13 +81,14 @@ def latencies(streams: Sequence[Row]) -> list[Row]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    server, load = report["server"], report["load"]
+    server, load, figures = report["server"], report["load"], summary(report["rows"])
+    fewest, most = (pick(row["repetitions"] for row in figures) for pick in (min, max))
     parts = [
         f"{report['device']}, SGLang {server['version']}, sampling backend "
         f"{server['sampling_backend']}, {report['model']}; {load['in_flight']} in flight, "
         f"{load['prompt_tokens']} tokens in and {load['num_tokens']} out, {load['requests']} "
-        "requests a cell.",
-        costs(summary(report["rows"])),
+        f"requests a cell, medians of {f'{fewest} to ' if fewest < most else ''}{most}.",
+        costs(figures),
         f"A streamed plain request of {load['stream_tokens']} tokens, ms between its tokens:",
         waits(latencies(report["streams"])),
         first_requests(report["warm_up"]),
@@ -128,7 +132,7 @@ def waits(rows: Sequence[Row]) -> str:
 
 def first_requests(warm_up: Sequence[Row]) -> str:
     """Kernels are compiled when they are first needed: not in the tables, so told beside them."""
-    lines = header(["s", "first request", "the same again"])
+    lines = header(["", "first request, s", "the same again, s"])
     for row in warm_up:
         lines.append(
             line([row["what"], three_digits(row["first_s"]), three_digits(row["again_s"])])
