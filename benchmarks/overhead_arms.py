@@ -89,7 +89,8 @@ class Load:
 
 def make_prompts(model: str, count: int, num_tokens: int) -> list[Prompt]:
     """Windows of a page of ours: text of one length, no two from the same place."""
-    ids = load_tokenizer(model)(TEXT.read_text())["input_ids"]
+    # not verbose: the page is longer than some models' context, no window of it is
+    ids = load_tokenizer(model)(TEXT.read_text(), verbose=False)["input_ids"]
     step = (len(ids) - num_tokens) // count
     assert step > 0, f"{TEXT} has {len(ids)} tokens: too few for {count} windows of {num_tokens}"
     return [
