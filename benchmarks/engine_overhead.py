@@ -41,7 +41,7 @@ from overhead_arms import (
     post,
     request_of,
 )
-from overhead_tables import latencies, tables
+from overhead_tables import latencies, summary, tables
 
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.http import SERVER_PATHS, SGLangHttp
@@ -95,6 +95,7 @@ class Run:
     def write(self) -> None:
         measured = ("warm_up", "rows", "streams", "left_out")
         report = self.about | {name: getattr(self, name) for name in measured}
+        report |= {"summary": summary(self.rows), "latencies": latencies(self.streams)}
         self.out.mkdir(parents=True, exist_ok=True)
         part = self.out / "engine_overhead.json.part"
         part.write_text(json.dumps(report, indent=1) + "\n")
@@ -199,10 +200,11 @@ async def checked_server(
 
 
 async def warm_up(run: Run, settings: tuple[Setting, ...], stack: AsyncExitStack) -> None:
-    """Each kind of request alone and twice, then at full width. Whoever is first pays for what all
-    of them need; a sampler that is compiled makes the first mask request a long one."""
+    """Each kind of request alone and twice, then all of it small. Whoever is first pays for what
+    all of them need; a sampler that is compiled makes the first mask request a long one."""
     few = replace(run.load, num_tokens=WARM_UP_TOKENS)
-    for setting in settings:
+    every_setting = tuple(dict.fromkeys((*settings, neighbours.SETTING)))
+    for setting in every_setting:
         for arm in ARMS:
             if arm.collected:
                 continue
@@ -217,10 +219,12 @@ async def warm_up(run: Run, settings: tuple[Setting, ...], stack: AsyncExitStack
         )
         run.engines[mode] = await stack.enter_async_context(engine)
     began = time.monotonic()
-    for setting in settings:
+    for setting in every_setting:
         for arm in ARMS:
             await run.cell(arm, setting, few)
-    print(f"warm-up at full width: {time.monotonic() - began:.1f} s", flush=True)
+    for neighbour in neighbours.NEIGHBOURS.values():
+        await neighbours.measure(run.http, neighbour, few, WARM_UP_TOKENS)
+    print(f"everything once, with few tokens: {time.monotonic() - began:.1f} s", flush=True)
 
 
 async def seconds(call: Awaitable[Any]) -> float:

@@ -39,7 +39,7 @@ async def measure(
     request = request_of(PLAIN, load.prompts[0], subject.params(SETTING)) | {"stream": True}
     if neighbour is None:
         return {"gaps_ms": gaps_ms(await streamed(http.url, request)), "neighbour_replies": 0}
-    beside = request_of(neighbour, load.prompts[1], load.params(SETTING))
+    beside = request_of(neighbour, load.prompts[-1], load.params(SETTING))
     async with repeated(http, beside) as replies:
         gaps = gaps_ms(await streamed(http.url, request))
     return {"gaps_ms": gaps, "neighbour_replies": len(replies)}

@@ -82,7 +82,7 @@ def latencies(streams: Sequence[Row]) -> list[Row]:
 
 def tables(report: dict[str, Any]) -> str:
     server, load, figures = report["server"], report["load"], summary(report["rows"])
-    fewest, most = (pick(row["repetitions"] for row in figures) for pick in (min, max))
+    fewest, most = (pick((row["repetitions"] for row in figures), default=0) for pick in (min, max))
     parts = [
         f"{report['device']}, SGLang {server['version']}, sampling backend "
         f"{server['sampling_backend']}, {report['model']}; {load['in_flight']} in flight, "

@@ -155,6 +155,11 @@ def measure(bench: SimpleNamespace, model: Path, out: Path, generate: Any, *more
     return asyncio.run(run())
 
 
+def markdown(bench: SimpleNamespace, out: Path) -> str:
+    arguments = ["--markdown", str(out / "engine_overhead.json")]
+    return CliRunner().invoke(bench.main.main, arguments, catch_exceptions=False).output
+
+
 def test_a_run_measures_every_arm_and_prints_its_tables(
     bench: SimpleNamespace, tiny_model_path: Path, tmp_path: Path
 ) -> None:
@@ -174,11 +179,9 @@ def test_a_run_measures_every_arm_and_prints_its_tables(
     assert all(
         row["shard_bytes_per_token"] > 33 for row in masked[::2] if "collected" in row["arm"]
     )
-    printed = CliRunner().invoke(
-        bench.main.main, ["--markdown", str(tmp_path / "engine_overhead.json")]
-    )
-    assert "2 in flight, 8 tokens in and 4 out, 3 requests a cell, medians of 2." in printed.output
-    lines = printed.output.splitlines()
+    printed = markdown(bench, tmp_path)
+    assert "2 in flight, 8 tokens in and 4 out, 3 requests a cell, medians of 2." in printed
+    lines = printed.splitlines()
     assert sum(line.startswith(("| 20 | ", "| 50, top_p 0.9 | ")) for line in lines) == 12
     assert sum(line.startswith(("| alone", "| beside")) for line in lines) == 3
 
@@ -191,6 +194,7 @@ def test_a_run_without_time_says_what_it_left_out(
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "engine_overhead.json").read_text())
     assert sorted(report["left_out"]) == sorted(f"{arm.name}, top_k 20" for arm in bench.arms.ARMS)
+    assert "Left out for lack of time: " in markdown(bench, tmp_path)
 
 
 def test_a_server_that_ignores_the_mode_is_not_measured(
