@@ -15,9 +15,10 @@ import numpy as np
 
 from rollout.collect import Request
 from rollout.config import CollectConfig
+from rollout.engines.http import check_status
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.http import SGLangHttp
-from rollout.engines.sglang.reply import check_status, parse_reply
+from rollout.engines.sglang.reply import parse_reply
 from rollout.engines.sglang.routes import ROUTES
 from rollout.errors import LengthMismatch, OverBudget, ReplyMalformed
 from rollout.job import collect_into

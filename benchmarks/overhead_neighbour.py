@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 from overhead_arms import MASKED, PLAIN, Arm, Load, Setting, decode_head, post, request_of
 
-from rollout.engines.sglang.http import READ_BUFFER_BYTES, SGLangHttp
-from rollout.engines.sglang.reply import check_status, error_words
+from rollout.engines.http import READ_BUFFER_BYTES, check_status, error_words
+from rollout.engines.sglang.http import SGLangHttp
 from rollout.errors import ReplyMalformed
 
 SETTING = Setting(512)

@@ -31,10 +31,12 @@ class Server:
         self.in_session = False
         self.asked: list[tuple[str, Any]] = []
         self.keys: dict[str, str | None] = {}  # the Authorization that each path came with
+        self.connections: list[str | None] = []  # what each request says of its connection
         self.instead: dict[str, Callable[[], web.Response]] = {}  # answers that break a promise
 
     async def answer(self, request: web.Request) -> web.Response:
         self.keys[request.path] = request.headers.get("Authorization")
+        self.connections.append(request.headers.get("Connection"))
         if request.method == "GET":
             return self._described(request.path)
         body = await request.json()

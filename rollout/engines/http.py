@@ -43,14 +43,15 @@ class Answer(NamedTuple):
 class EngineHttp:
     """Requests to `url`, after `open` and before `close`; raises `EngineUnreachable`.
 
-    `api_key` is sent as a bearer token; without one, that of the environment is. A subclass names
-    the variable, and what is expected to answer.
+    `api_key` is sent as a bearer token; without one, that of the environment is. Without
+    `keep_alive` every request has a connection of its own. A subclass names the variable, and what
+    is expected to answer.
     """
 
     api_key_variable: ClassVar[str]
     server: ClassVar[str]
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, keep_alive: bool = True) -> None:
         if holds_credentials(url):
             raise ConfigError(  # without the URL: it would stand in logs and records
                 "the server's URL holds a user name or password; give an API key in the "
@@ -61,13 +62,13 @@ class EngineHttp:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key.strip()}"
+        self._keep_alive = keep_alive
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
         # concurrency is bounded by the collector alone, and time by each request
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), read_bufsize=READ_BUFFER_BYTES
-        )
+        connector = aiohttp.TCPConnector(limit=0, force_close=not self._keep_alive)
+        self._session = aiohttp.ClientSession(connector=connector, read_bufsize=READ_BUFFER_BYTES)
 
     async def close(self) -> None:
         if self._session is not None:

@@ -27,9 +27,11 @@ class ControlCalls:
     def __init__(
         self, url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s: float
     ) -> None:
-        self._http = SGLangHttp(url, api_key=api_key)
+        # the server closes a connection that is idle for seconds, and a trainer that computes
+        # meanwhile would not notice before it sends into it
+        self._http = SGLangHttp(url, api_key=api_key, keep_alive=False)
         admin_api_key = admin_api_key or os.environ.get(ADMIN_API_KEY_VARIABLE)
-        self._admin = SGLangHttp(url, api_key=admin_api_key or api_key)
+        self._admin = SGLangHttp(url, api_key=admin_api_key or api_key, keep_alive=False)
         self.url = self._http.url
         self._timeout_s = timeout_s
 

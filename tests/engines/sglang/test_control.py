@@ -32,6 +32,13 @@ def test_paused_pauses_and_goes_on(mode: Any) -> None:
     assert server.asked == [("/pause_generation", {"mode": mode}), ("/continue_generation", {})]
 
 
+def test_every_request_has_a_connection_of_its_own() -> None:
+    """One that the server closed while the trainer computed would lose the next request."""
+    server = Server()
+    with_control(server, lambda control: control.resume())
+    assert server.connections == ["close"] * 2  # /server_info, /continue_generation
+
+
 def test_paused_goes_on_after_an_exception() -> None:
     server = Server()
 
