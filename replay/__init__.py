@@ -7,6 +7,8 @@ from replay.evidence import Evidence
 from replay.from_logits import score_support_from_logits
 from replay.full import FullScores, score_full
 from replay.job import replay_run
+from replay.loader import Batches, batches
+from replay.padded import PaddedBatch
 from replay.policy import Policy
 from replay.reference import SupportScores
 from replay.report import Report, make_report
@@ -17,11 +19,13 @@ from replay.verify import Finding, Verified, verify
 from replay.vocab_parallel import VocabShard
 
 __all__ = [
+    "Batches",
     "Evidence",
     "Finding",
     "FullScores",
     "GatesConfig",
     "PackedBatch",
+    "PaddedBatch",
     "Policy",
     "ReplayConfig",
     "Report",
@@ -30,6 +34,7 @@ __all__ = [
     "TokenTable",
     "Verified",
     "VocabShard",
+    "batches",
     "diagnose",
     "make_report",
     "pack",

@@ -117,6 +117,7 @@ class Auditor:
 
         `faults` by rollout id: a support that names an id twice is no set, and is not audited.
         """
+        self._by_id = {r.rollout_id: r for r in rollouts}
         self._semantics = semantics
         self._skipped: dict[str, Counter[str]] = {}
         eligible = [self._eligible(r, faults.get(r.rollout_id, ())) for r in rollouts]
@@ -156,10 +157,11 @@ class Auditor:
 
     def add(self, batch: PackedBatch, hidden: Tensor, head: Head, support_logprobs: Tensor) -> None:
         """Take in a batch: hidden [T, D] of its scored tokens, and the policy's logprobs [E]."""
-        self._measure(batch, support_logprobs.cpu())
+        rollouts = [self._by_id[rollout_id] for rollout_id in batch.rollout_ids]
+        self._measure(rollouts, batch, support_logprobs.cpu())
         number, start = self._number, 0
         places, positions, ids = [], [], []
-        for r in batch.rollouts:
+        for r in rollouts:
             chosen, at = self._chosen[r.rollout_id], np.flatnonzero(~r.is_forced)
             places.append(start + chosen)
             positions.append(at[chosen].astype(np.int32))
@@ -169,9 +171,9 @@ class Auditor:
         if not len(index):
             return
         device = hidden.device
-        whole = Supports(batch.support_ids, batch.support_offsets, batch.temperature)
+        whole = Supports(batch.support_ids.long(), batch.support_offsets, batch.temperature)
         supports = Supports(*(t.to(device) for t in vars(whole.take(index)).values()))
-        filters = self._filters(batch.rollouts).to(device)
+        filters = self._filters(rollouts).to(device)
         rows, drawn = hidden[index.to(device)], batch.targets[index].to(device)
         found = margins(rows, head, supports, filters)
         is_number = ~found.isnan().any(1).cpu().numpy()
@@ -219,7 +221,9 @@ class Auditor:
             }
         )
 
-    def _measure(self, batch: PackedBatch, replay_logprobs: Tensor) -> None:
+    def _measure(
+        self, rollouts: Sequence[Rollout], batch: PackedBatch, replay_logprobs: Tensor
+    ) -> None:
         """Half-ranges of T (trainer − engine) over each support of two ids or more, in logits.
 
         Logprobs of one support are logits less a constant, so that centring at the middle of the
@@ -227,16 +231,14 @@ class Auditor:
         """
         counts = batch.support_offsets.diff()
         several = counts > 1
-        engine = torch.cat([_engine_logprobs(r) for r in batch.rollouts])
+        engine = torch.cat([_engine_logprobs(r) for r in rollouts])
         gap = replay_logprobs - engine
         spread = segments("max", gap, counts) + segments("max", -gap, counts)
         self._half_ranges.append((batch.temperature * spread / 2)[several])
         drawn = torch.repeat_interleave(batch.targets, counts) == batch.support_ids
         rows = torch.repeat_interleave(counts)[drawn]
-        recorded = torch.cat(
-            [torch.tensor(np.asarray(r.sampling_logprobs)[~r.is_forced]) for r in batch.rollouts]
-        )
-        error = (batch.temperature[rows] * (replay_logprobs[drawn] - recorded[rows])).abs()
+        gap = replay_logprobs[drawn] - batch.sampling_logprobs[rows]
+        error = (batch.temperature[rows] * gap).abs()
         self._errors.append(error[several[rows]])
 
     def tolerance(self) -> Tolerance:

@@ -48,6 +48,7 @@ class StripCollector:
     def __init__(self, rollouts: Sequence[Rollout], worst: int = WORST, sample: int = SAMPLE):
         spread = np.linspace(0, len(rollouts) - 1, min(sample, len(rollouts))).astype(int)
         self._sample = {rollouts[i].rollout_id for i in spread}
+        self._by_id = {rollout.rollout_id: rollout for rollout in rollouts}
         self._sampled: list[Strip] = []
         self._most = worst
         self._worst: list[tuple[tuple[int, float], int, Strip]] = []  # a heap: the best is first
@@ -55,7 +56,6 @@ class StripCollector:
 
     def add(self, batch: PackedBatch, table: TokenTable, support_logprobs: Floats) -> None:
         """One batch, its rows, and [E] the policy's logprobs of every support id in it."""
-        by_id = {rollout.rollout_id: rollout for rollout in batch.rollouts}
         offsets = batch.support_offsets.tolist()
         bad = badness(table)
         for rollout_id, rows in rows_of_rollouts(table):
@@ -67,7 +67,7 @@ class StripCollector:
             if not is_worst and rollout_id not in self._sample:
                 continue
             own = support_logprobs[offsets[rows.start] : offsets[rows.stop]]
-            strip = _cut(by_id[rollout_id], table, rows, own, int(np.argmax(bad[rows])))
+            strip = _cut(self._by_id[rollout_id], table, rows, own, int(np.argmax(bad[rows])))
             strip = replace(strip, faults=rank[0], mean=mean)
             if is_worst:
                 heapq.heappush(self._worst, (rank, -self._heard, strip))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replay.audit import Auditor, Semantics, measured_semantics
 from replay.audit_result import Audit
-from replay.batch import PackedBatch, pack
+from replay.batch import PackedBatch, assemble, group, num_input_tokens, parts_of
 from replay.config import ReplayConfig
 from replay.diagnose import OtherPrompts, diagnose
 from replay.evidence import Evidence, make_evidence
@@ -81,15 +81,15 @@ def verify(
     engine = check_engine(rollouts)
     semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
-    for batch in pack(runnable, config.max_tokens):
-        table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in batch.rollouts)
-        scores = _scores(batch, policy, config)
+    for own, batch in _packed(runnable, config.max_tokens):
+        table = TokenTable.concatenate(recorded(r, faults[r.rollout_id]) for r in own)
+        scores = _scores(own, batch, policy, config)
         scored.append(replace(table, **scores.columns))
         evidence.append(scores.evidence)
         if config.audit_tokens:
             auditor.add(batch, scores.hidden, _head(policy, config), scores.support_logprobs)
         on_scores(batch, scored[-1], scores.support_logprobs.cpu().numpy())
-        on_batch(len(batch.rollouts), len(table))
+        on_batch(len(own), len(table))
     findings = _findings(rollouts, faults)
     if scored:
         findings += _no_numbers(TokenTable.concatenate(scored))
@@ -108,9 +108,17 @@ def verify(
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
     """The evidence of `rollouts` alone; None where no token can be scored."""
-    batches = pack(rollouts, config.max_tokens)
-    parts = [_scores(batch, policy, config).evidence for batch in batches]
+    batches = _packed(rollouts, config.max_tokens)
+    parts = [_scores(own, batch, policy, config).evidence for own, batch in batches]
     return Evidence.concatenate(parts) if parts else None
+
+
+def _packed(
+    rollouts: Iterable[Rollout], max_tokens: int
+) -> Iterator[tuple[list[Rollout], PackedBatch]]:
+    """What `pack` yields, each batch with the rollouts in it."""
+    for number, own in enumerate(group(rollouts, num_input_tokens, max_tokens)):
+        yield own, assemble(parts_of(own), number)
 
 
 def _fits(faults: dict[str, list[Fault]], rollout: Rollout) -> bool:
@@ -125,9 +133,11 @@ class _Scores(NamedTuple):
 
 
 @torch.inference_mode()
-def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores:
-    """What the policy says of the scored tokens of `batch`, with the head in a second precision
-    too."""
+def _scores(
+    rollouts: Sequence[Rollout], batch: PackedBatch, policy: Policy, config: ReplayConfig
+) -> _Scores:
+    """What the policy says of the scored tokens of `batch`, which holds `rollouts`; with the head
+    in a second precision too."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
     head: dict[str, Any] = {
@@ -158,7 +168,7 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores
     assert masked.logsumexp is not None
     support_logprobs = masked.support_logprobs.cpu()
     evidence = make_evidence(
-        batch.rollouts,
+        rollouts,
         support_logprobs.numpy(),
         rounded.support_logprobs.cpu().numpy(),
         full.logprob.cpu().numpy(),
@@ -169,7 +179,7 @@ def _scores(batch: PackedBatch, policy: Policy, config: ReplayConfig) -> _Scores
         "replay_logprobs": masked.logprob.cpu().numpy(),
         "replay_full_logprobs": full.logprob.cpu().numpy(),
         "replay_entropy": masked.entropy.cpu().numpy(),
-        "support_kl": support_kl(batch, support_logprobs).numpy(),
+        "support_kl": support_kl(rollouts, batch, support_logprobs).numpy(),
     }
     return _Scores(columns, masked.support_logprobs, evidence, hidden)
 
@@ -179,12 +189,12 @@ def _head(policy: Policy, config: ReplayConfig) -> Head:
     return Head(policy.weight, policy.bias, policy.logit_scale, policy.softcap, head_dtype)
 
 
-def support_kl(batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:
+def support_kl(rollouts: Sequence[Rollout], batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:
     """[T] Exact KL(engine ‖ trainer) over each support; NaN where the engine's side is missing.
 
     `replay_logprobs` [E] are the policy's logprobs of every support id.
     """
-    engine = torch.cat([_engine_logprobs(r) for r in batch.rollouts])
+    engine = torch.cat([_engine_logprobs(r) for r in rollouts])
     terms = engine.exp() * (engine - replay_logprobs)
     return segments("sum", terms, batch.support_offsets.diff())
 

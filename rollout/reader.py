@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rollout import schema
 from rollout.annotations import Annotation, read_annotations, with_annotations
+from rollout.conditions import Condition
 from rollout.directory import file_name, read_manifest
 from rollout.errors import (
     BadRolloutId,
@@ -32,6 +33,14 @@ class Shard(NamedTuple):
     name: str
     batch_rows: tuple[int, ...]  # rows of each batch
     size_bytes: int
+
+
+class Row(NamedTuple):
+    """A checked rollout, and where its arrays lie."""
+
+    rollout: Rollout
+    batch: int  # place in `Run.batches`
+    place: int  # in that batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,35 +64,80 @@ class Run:
 
     def __iter__(self) -> Iterator[Rollout]:
         """The rollouts in the order in which they were stored, with their later annotations."""
-        return with_annotations(self.stored(), self.annotations)
+        return (row.rollout for row in self.rows())
+
+    def where(self, *conditions: Condition) -> View:
+        """The rollouts that meet every condition of `rollout.conditions`, or function of yours.
+
+        Nothing is copied and nothing is read before the view is. Views of views are views::
+
+            run.where(finished, reward_within(0.5)).where(lambda r: r.num_output_tokens < 4096)
+        """
+        return View(self, conditions)
 
     def stored(self) -> Iterator[Rollout]:
         """The rollouts as the shards hold them."""
-        seen: set[str] = set()
-        for shard in self.shards:
-            for batch in self._batches(shard):
-                for rollout in schema.from_batch(batch, shard.name):
-                    try:
-                        check_format(rollout)
-                    except FormatError as error:
-                        raise type(error)(f"{shard.name}, {error}") from error
-                    if rollout.rollout_id in seen:
-                        raise BadRolloutId(f"{shard.name}, {rollout.rollout_id}: stored twice")
-                    seen.add(rollout.rollout_id)
-                    yield rollout
+        return (row.rollout for row in self._stored())
 
-    def _batches(self, shard: Shard) -> list[pa.RecordBatch]:
-        """Those that were there at opening; a writer may have added more."""
-        batches = read_batches(self.path / shard.name).batches[: len(shard.batch_rows)]
-        if tuple(batch.num_rows for batch in batches) != shard.batch_rows:
-            raise ShardDamaged(f"{self.path / shard.name}: changed since the run was opened")
-        return batches
+    def rows(self) -> Iterator[Row]:
+        """What iterating yields, and where it lies."""
+        for row in self._stored():
+            (rollout,) = with_annotations([row.rollout], self.annotations)
+            yield row._replace(rollout=rollout)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The Arrow batches, mapped anew; their rows are checked only by iterating over the run."""
+        return (batch for _, batch in self._batches())
+
+    def _stored(self) -> Iterator[Row]:
+        seen: set[str] = set()
+        for number, (where, batch) in enumerate(self._batches()):
+            for place, rollout in enumerate(schema.from_batch(batch, where)):
+                try:
+                    check_format(rollout)
+                except FormatError as error:
+                    raise type(error)(f"{where}, {error}") from error
+                if rollout.rollout_id in seen:
+                    raise BadRolloutId(f"{where}, {rollout.rollout_id}: stored twice")
+                seen.add(rollout.rollout_id)
+                yield Row(rollout, number, place)
+
+    def _batches(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Those that were there at opening, with their shard; a writer may have added more."""
+        for shard in self.shards:
+            path = self.path / shard.name
+            batches = read_batches(path).batches[: len(shard.batch_rows)]
+            if tuple(batch.num_rows for batch in batches) != shard.batch_rows:
+                raise ShardDamaged(f"{path}: changed since the run was opened")
+            for batch in batches:
+                yield shard.name, batch
 
     @cached_property
     def vocab_size(self) -> int | None:
         """Vocabulary size of the tokenizer and model that collected, where known."""
         size = self.info.get("vocab_size")
         return int(size) if size is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Some of the rollouts of a run, in their order; each iteration asks the conditions anew."""
+
+    run: Run
+    conditions: tuple[Condition, ...]
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return (row.rollout for row in self.rows())
+
+    def rows(self) -> Iterator[Row]:
+        """What iterating yields, and where it lies."""
+        for row in self.run.rows():
+            if all(holds(row.rollout) for holds in self.conditions):
+                yield row
+
+    def where(self, *conditions: Condition) -> View:
+        """Those of them that meet these conditions too."""
+        return View(self.run, self.conditions + conditions)
 
 
 def open_run(path: str | Path) -> Run:

@@ -43,7 +43,9 @@ class Support:
     @classmethod
     def from_counts(cls, ids: NDArray[np.int32], counts: NDArray[np.integer]) -> Support:
         """The disk form (ids and one count per token) as offsets."""
-        return cls(ids, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return cls(ids, offsets)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]]) -> Support:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from builders import make_rollout
 
-from replay import GatesConfig, PackedBatch, TokenTable, Verified, make_report
+from replay import GatesConfig, TokenTable, Verified, make_report, pack
 from replay.html import render_page
 from replay.strips import Strip, StripCollector
 from replay.tokens import recorded
@@ -41,7 +40,7 @@ def synthetic(rollouts: int, tokens: int, seed: int = 0) -> tuple[list[Rollout],
     tables = []
     for rollout in made:
         table, support_logprobs = _scored(rollout, generator)
-        collector.add(_batch(rollout), table, support_logprobs)
+        collector.add(next(pack([rollout], 1)), table, support_logprobs)
         tables.append(table)
     return made, Verified(TokenTable.concatenate(tables), (), rollouts), collector
 
@@ -93,9 +92,3 @@ def _scored(rollout: Rollout, generator: np.random.Generator) -> tuple[TokenTabl
     )
     assert rollout.support_logprobs is not None
     return table, rollout.support_logprobs
-
-
-def _batch(rollout: Rollout) -> PackedBatch:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    offsets = torch.tensor(rollout.support.offsets)
-    return PackedBatch((rollout,), nothing, nothing, nothing, nothing, nothing, offsets, nothing)

@@ -21,6 +21,8 @@ def sequence(
         prompt_ids=np.array(prompt, np.int32),
         output_ids=np.array(output, np.int32),
         support=Support.from_rows(rows),
+        sampling_logprobs=-np.arange(len(output), dtype=np.float32),
+        loss_mask=np.array([bool(row) for row in rows], np.int8),
     )
 
 

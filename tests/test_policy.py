@@ -61,6 +61,8 @@ def sequence(ids: list[int], num_prompt: int) -> Rollout:
         prompt_ids=np.array(ids[:num_prompt], np.int32),
         output_ids=np.array(ids[num_prompt:], np.int32),
         support=Support.from_rows([[y] for y in ids[num_prompt:]]),
+        sampling_logprobs=np.zeros(len(ids) - num_prompt, np.float32),
+        loss_mask=np.ones(len(ids) - num_prompt, np.int8),
         temperature=1.0,
     )
 
