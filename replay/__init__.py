@@ -1,5 +1,6 @@
 """Replay rollouts under the trainer's policy, and say whether both sides agree."""
 
+from replay import losses
 from replay.batch import PackedBatch, pack
 from replay.config import GatesConfig, ReplayConfig
 from replay.diagnose import diagnose
@@ -36,6 +37,7 @@ __all__ = [
     "VocabShard",
     "batches",
     "diagnose",
+    "losses",
     "make_report",
     "pack",
     "plan",

@@ -1,20 +1,50 @@
-"""The numbers of a replay under the names that verl, TRL and prime-rl log them with.
+"""The numbers of a mismatch, and those of a replay under the names of verl, TRL and prime-rl.
 
-"Rollout" is their word for the engine's side, "training", "actor" or "old" for the trainer's. All
-are over the scored tokens and over the supports, as a trainer logs them that replays supports.
+In the latter, "rollout" is their word for the engine's side, "training", "actor" or "old" for the
+trainer's. All are over the scored tokens and over the supports, as a trainer logs them that replays
+supports.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replay.bins import rows_of_rollouts
-from replay.tokens import TokenTable
+from replay.tokens import Floats, TokenTable
 
 Metrics = dict[str, dict[str, float | None]]
 
 SAFETY_BOUND = 20.0  # verl clips log ratios to it before it squares their exponential
+
+
+def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
+    """Mismatch of finite log ratios. `mismatch_kl` is the k3 estimate of KL(engine ‖ trainer),
+    ratio − log_ratio − 1, whose mean over tokens of the engine is unbiased."""
+    if not len(log_ratio):
+        nothing = dict.fromkeys(("mean", "p50", "p99", "max"))
+        return {
+            "log_ratio_abs": nothing,
+            "log_ratio": {"mean": None},
+            "mismatch_kl": None,
+            "ratio_outside": None,
+        }
+    exact = log_ratio.astype(np.float64)
+    size = np.abs(exact)
+    ratio = np.exp(exact)
+    return {
+        "log_ratio_abs": {
+            "mean": float(size.mean()),
+            "p50": float(np.percentile(size, 50)),
+            "p99": float(np.percentile(size, 99)),
+            "max": float(size.max()),
+        },
+        "log_ratio": {"mean": float(exact.mean())},
+        "mismatch_kl": float((np.expm1(exact) - exact).mean()),
+        "ratio_outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
+    }
 
 
 def trainer_metrics(tokens: TokenTable) -> Metrics:

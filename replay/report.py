@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.config import GatesConfig
-from replay.metrics import trainer_metrics
-from replay.tokens import Floats
+from replay.metrics import ratio_numbers, trainer_metrics
 from replay.verify import Finding, Verified
 from rollout.diagnosis import CLEAN, Diagnosis
 from rollout.stats import support_sizes
@@ -106,33 +105,6 @@ def measure(verified: Verified) -> dict[str, Any]:
         "without_support": ratio_numbers(tokens.log_ratio_without_support[scored]),
         "support_size": support_sizes(tokens.support_size, tokens.top_k),
         "metrics": trainer_metrics(tokens),
-    }
-
-
-def ratio_numbers(log_ratio: Floats) -> dict[str, Any]:
-    """Mismatch of finite log ratios. `mismatch_kl` is the k3 estimate of KL(engine ‖ trainer),
-    ratio − log_ratio − 1, whose mean over tokens of the engine is unbiased."""
-    if not len(log_ratio):
-        nothing = dict.fromkeys(("mean", "p50", "p99", "max"))
-        return {
-            "log_ratio_abs": nothing,
-            "log_ratio": {"mean": None},
-            "mismatch_kl": None,
-            "ratio_outside": None,
-        }
-    exact = log_ratio.astype(np.float64)
-    size = np.abs(exact)
-    ratio = np.exp(exact)
-    return {
-        "log_ratio_abs": {
-            "mean": float(size.mean()),
-            "p50": float(np.percentile(size, 50)),
-            "p99": float(np.percentile(size, 99)),
-            "max": float(size.max()),
-        },
-        "log_ratio": {"mean": float(exact.mean())},
-        "mismatch_kl": float((np.expm1(exact) - exact).mean()),
-        "ratio_outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
     }
 
 

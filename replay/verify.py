@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replay import losses
 from replay.audit import Auditor, Semantics, measured_semantics
 from replay.audit_result import Audit
 from replay.batch import PackedBatch, assemble, group, num_input_tokens, parts_of
@@ -20,7 +21,6 @@ from replay.evidence import Evidence, make_evidence
 from replay.facts import Head
 from replay.full import score_full
 from replay.policy import Policy
-from replay.reference import segments
 from replay.score import score_support
 from replay.support_plan import plan
 from replay.tokens import OK, Floats, TokenTable, recorded
@@ -195,8 +195,7 @@ def support_kl(rollouts: Sequence[Rollout], batch: PackedBatch, replay_logprobs:
     `replay_logprobs` [E] are the policy's logprobs of every support id.
     """
     engine = torch.cat([_engine_logprobs(r) for r in rollouts])
-    terms = engine.exp() * (engine - replay_logprobs)
-    return segments("sum", terms, batch.support_offsets.diff())
+    return losses.support_kl(engine, replay_logprobs, batch.support_offsets)
 
 
 def _engine_logprobs(rollout: Rollout) -> Tensor:

@@ -1,5 +1,6 @@
 """Record what the sampler really chose from: rollouts with their supports, in Arrow shards."""
 
+from rollout.builder import RolloutBuilder
 from rollout.collect import Outcome, Request, collect, make_requests
 from rollout.conditions import finished, reward_within, sampled_by
 from rollout.engines.base import Completion, Engine, EngineInfo
@@ -22,6 +23,7 @@ __all__ = [
     "Prompt",
     "Request",
     "Rollout",
+    "RolloutBuilder",
     "RolloutError",
     "Run",
     "RunWriter",

@@ -18,10 +18,12 @@
     │   │   ├── MissingSupport       a token to train on has no support
     │   │   ├── BadRolloutId         the id is not "{prompt_id}:{sample_index}", or occurs twice
     │   │   └── BadValue             a scalar outside its range
-    │   └── ContentError             one rollout contradicts itself; `code` is the verdict's word
-    │       ├── DuplicateIds · SampledOutsideSupport · IdOutsideVocabulary
-    │       ├── NonfiniteLogprob · PositiveLogprob · SentinelLogprob · SingletonLogprob
-    │       └── SupportTruncated · LogprobsDisagree
+    │   ├── ContentError             one rollout contradicts itself; `code` is the verdict's word
+    │   │   ├── DuplicateIds · SampledOutsideSupport · IdOutsideVocabulary
+    │   │   ├── NonfiniteLogprob · PositiveLogprob · SentinelLogprob · SingletonLogprob
+    │   │   └── SupportTruncated · LogprobsDisagree
+    │   └── TurnMismatch             a turn that one rollout cannot hold beside its other turns
+    │       └── PrefixDiverged       a prompt that does not continue what is there
     ├── RunLocked                    another process writes this run directory
     ├── DiskFull                     no space left to write to; what was committed is kept
     ├── PolicyError                  the trainer-side model cannot be used as asked
@@ -217,6 +219,18 @@ class LogprobsDisagree(ContentError):
     """The sampled token's logprob is not the one its support holds, within 1e-5."""
 
     code = "logprobs_disagree"
+
+
+class TurnMismatch(DataError):
+    """A turn that one rollout cannot hold beside its other turns."""
+
+    code = "turn_mismatch"
+
+
+class PrefixDiverged(TurnMismatch):
+    """A prompt that does not continue what is there."""
+
+    code = "prefix_diverged"
 
 
 class RunLocked(RolloutError):

@@ -15,7 +15,8 @@ import torch
 from builders import make_rollout
 
 from replay import GatesConfig, Policy, ReplayConfig, Verified, make_report, replay_run, verify
-from replay.report import Gate, measure, ratio_numbers
+from replay.metrics import ratio_numbers
+from replay.report import Gate, measure
 from rollout import errors
 from rollout.record import Rollout
 from rollout.support import Support
