@@ -1,6 +1,6 @@
 """How many updates an engine may be behind before the runs show it: step k under later weights.
 
-    python examples/grpo/behind.py runs/grpo
+python examples/grpo/behind.py runs/grpo
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Learner:
 
     def save(self, folder: Path) -> Path:
         """A checkpoint that the server can load: the weights beside config and tokenizer."""
-        shutil.copytree(self._path, folder, dirs_exist_ok=True)
+        if not folder.exists():
+            shutil.copytree(self._path, folder)
         self._model.save_pretrained(folder)
         return folder.resolve()
 

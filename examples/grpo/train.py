@@ -61,7 +61,7 @@ class Settings:
     steps: int = 60
     prompts_per_step: int = 32
     rollouts_per_prompt: int = 8
-    rollouts_per_update: int = 64
+    tokens_per_update: int = 4096
     new_tokens: int = 24
     top_k: int = 50
     top_p: float = 0.9
@@ -93,11 +93,11 @@ async def train(s: Settings, tasks: Any) -> None:
                 if s.arm == "untruncated":
                     parts = await sample(s.url, requests, s.new_tokens)
                     outputs = dict(zip(parts.rollout_ids, parts.output_ids, strict=True))
-                    source = pack(parts, s.rollouts_per_update)
+                    source = pack(parts, s.tokens_per_update)
                 else:
                     run = await collected(s, engine, requests, out / f"step-{step:03}")
                     outputs = {r.rollout_id: r.output_ids for r in run}
-                    source = batches(run, s.rollouts_per_update * 100, shuffle_seed=s.seed)
+                    source = batches(run, s.tokens_per_update, shuffle_seed=s.seed)
             with timed(clock, "replay_s"):
                 if s.arm != "untruncated":
                     facts |= check(run, learner)

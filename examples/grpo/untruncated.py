@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 
 from replay import PackedBatch
-from replay.batch import Parts, assemble
+from replay.batch import Parts, assemble, group
 from rollout import Request
 
 
@@ -42,7 +42,10 @@ async def sample(url: str, requests: list[Request], new_tokens: int) -> Parts:
     )
 
 
-def pack(parts: Parts, size: int) -> list[PackedBatch]:
-    """Batches of `size` rollouts."""
-    starts = range(0, len(parts.rollout_ids), size)
-    return [assemble(Parts(*(x[i : i + size] for x in parts)), i) for i in starts]
+def pack(parts: Parts, max_tokens: int) -> list[PackedBatch]:
+    """Batches as `replay.batches` makes them of a run."""
+    lengths = [len(a) + len(b) for a, b in zip(parts.prompt_ids, parts.output_ids, strict=True)]
+    groups = group(range(len(lengths)), lengths.__getitem__, max_tokens)
+    return [
+        assemble(Parts(*([x[i] for i in own] for x in parts)), n) for n, own in enumerate(groups)
+    ]
