@@ -86,7 +86,8 @@ async def train(s: Settings, tasks: Any) -> None:
             requests = list(make_requests(prompts, s.rollouts_per_prompt))
             with timed(clock, "transfer_s"):
                 path = learner.save(out / "checkpoint")
-                await control.update_weights_from_disk(path, version=f"step-{step}")
+                async with control.paused("abort"):
+                    await control.update_weights_from_disk(path, version=f"step-{step}")
             facts: dict[str, Any] = {"step": step}
             source: Iterable[PackedBatch]
             with timed(clock, "engine_s"):
