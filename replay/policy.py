@@ -49,23 +49,35 @@ class Policy:
             model = load_model(
                 path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
             )
+            return cls.of(model.requires_grad_(False), name=path, packed=packed)
+
+    @classmethod
+    def of(cls, model: Any, *, name: str, packed: bool = True) -> Policy:
+        """A transformers model that is loaded already, checked like one that `load` loads.
+
+        The policy shares the model's weights and follows their changes; gradients reach them
+        through `forward` and `weight`. Raises `PolicyError`.
+        """
         head = model.get_output_embeddings()
         if head is None:
-            raise PolicyError(f"{path}: has no output embeddings, so no next-token logits")
+            raise PolicyError(f"{name}: has no output embeddings, so no next-token logits")
         config = model.config.get_text_config()
         policy = cls(
             body=model.base_model,
-            weight=head.weight.detach(),
-            bias=head.bias.detach() if getattr(head, "bias", None) is not None else None,
+            weight=head.weight,
+            bias=getattr(head, "bias", None),
             logit_scale=_logit_scale(config),
             softcap=getattr(config, "final_logit_softcapping", None),
-            device=torch.device(device),
-            description={"model": path, "dtype": dtype, "device": device},
+            device=head.weight.device,
+            description={
+                "model": name,
+                "dtype": str(head.weight.dtype).removeprefix("torch."),
+                "device": head.weight.device.type,
+            },
         )
-        with memory_for(f"{path} in {dtype} on {device}", LESS_EACH):
-            _check_head(policy, model, path)
-            if packed:
-                _check_packing(policy, path)
+        _check_head(policy, model, name)
+        if packed:
+            _check_packing(policy, name)
         return policy
 
     @property
@@ -74,6 +86,10 @@ class Policy:
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """What `forward` returns, without gradients."""
+        return self.forward(input_ids, position_ids)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[N, D] Last hidden states of packed rollouts, whose positions restart at 0.
 
         Without `use_cache=False` transformers takes packed rollouts for one sequence, silently.

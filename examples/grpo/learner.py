@@ -1,0 +1,66 @@
+"""The trainer's side: a bf16 model that equals the engine's, with fp32 masters behind it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from replay import PackedBatch, Policy, score_full, score_support
+
+
+class Learner:
+    """Scores with the weights as they were saved, so that both sides have the same model.
+
+    AdamW works on fp32 copies: its steps are smaller than what a bf16 number can change by.
+    """
+
+    def __init__(self, path: str, learning_rate: float, device: str) -> None:
+        self._path = path
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+        self.policy = Policy.of(self._model.eval(), name=path)
+        self._masters = [p.detach().float() for p in self._model.parameters()]
+        self._adam = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
+
+    def logprobs(self, batch: PackedBatch, *, over_supports: bool) -> tuple[Tensor, Tensor]:
+        """[T], [T] Logprob of each target and entropy: over its recorded support, or over all."""
+        hidden = self.policy.forward(batch.input_ids, batch.position_ids)[batch.hidden_rows]
+        args, t = (hidden, self.policy.weight, batch.targets), batch.temperature
+        if not over_supports:
+            return score_full(*args, temperature=t)[:2]
+        return score_support(*args, batch.support_ids, batch.support_offsets, temperature=t)[:2]
+
+    def step(self, loss: Tensor) -> None:
+        loss.backward()
+        for master, weight in zip(self._masters, self._model.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._adam.step()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for master, weight in zip(self._masters, self._model.parameters(), strict=True):
+            weight.copy_(master)
+
+    def save(self, folder: Path) -> Path:
+        """A checkpoint that the server can load: the weights beside config and tokenizer."""
+        if not folder.exists():
+            shutil.copytree(self._path, folder)
+        self._model.save_pretrained(folder)
+        return folder.resolve()
+
+    def suspend(self, path: Path, step: int) -> None:
+        torch.save({"step": step, "masters": self._masters, "adam": self._adam.state_dict()}, path)
+
+    def resume(self, path: Path) -> int:
+        """The step that `suspend` was told."""
+        state = torch.load(path, weights_only=True)
+        for mine, saved in zip(self._masters, state["masters"], strict=True):
+            mine.copy_(saved)
+        self._adam.load_state_dict(state["adam"])
+        self._round()
+        return int(state["step"])

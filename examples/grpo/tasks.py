@@ -1,0 +1,32 @@
+"""Sums from reasoning-gym: prompts, and a reward that can be checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import reasoning_gym
+
+from rollout import Prompt
+from rollout.prompts import Chat, tokenise_chat, tokenise_text
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+class Sums:
+    """Problem i is the same in every arm."""
+
+    def __init__(self, tokenizer: Any, seed: int, size: int) -> None:
+        self._tokenizer = tokenizer
+        self._problems = reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **SUMS)
+
+    def prompt(self, index: int) -> Prompt:
+        question = self._problems[index]["question"]
+        if self._tokenizer.chat_template is None:
+            return tokenise_text(question, self._tokenizer, str(index))
+        chat = Chat([{"role": "user", "content": question}])
+        return tokenise_chat(chat, self._tokenizer, str(index))
+
+    def reward(self, prompt_id: str, output_ids: Any) -> float:
+        """1 for the answer alone, less the more there is around it, 0 without it."""
+        text = self._tokenizer.decode(output_ids, skip_special_tokens=True).strip()
+        return float(self._problems.score_answer(text, self._problems[int(prompt_id)]))
