@@ -17,6 +17,7 @@ from rollout.adapters.formats import FORMATS, WRITABLE, writer
 @click.option("--out", metavar="PATH", type=click.Path(path_type=Path), required=True)
 @click.option("--overwrite", is_flag=True, help="Replace PATH if it is there.")
 @click.option("--without-aborted", is_flag=True, help="Leave out rollouts that were aborted.")
+@click.option("--temperature", type=float, help="Only what was sampled at it.")
 @click.option("--pad-id", type=click.IntRange(min=0), help="The id that fills rows (verl only).")
 @json_option
 @reports_errors
@@ -26,6 +27,7 @@ def export(
     out: Path,
     overwrite: bool,
     without_aborted: bool,
+    temperature: float | None,
     pad_id: int | None,
     as_json: bool,
 ) -> None:
@@ -49,6 +51,7 @@ def export(
             out,
             overwrite=overwrite,
             without_aborted=without_aborted,
+            temperature=temperature,
             progress=progress.update,
         )
         for note in result.notes:
@@ -60,7 +63,7 @@ def export(
             f"{result.rollouts} rollouts, {result.output_tokens} output tokens into {out}, "
             f"{result.bytes:,} bytes"
         )
-    if result.left_out:
-        click.echo(f"left out: {result.left_out} aborted rollouts", err=True)
+    for what, count in result.left_out.items():
+        click.echo(f"left out: {count} x {what}", err=True)
     if not result.rollouts:
         raise click.exceptions.Exit(3)

@@ -2,7 +2,7 @@
 
 from rollout.builder import RolloutBuilder
 from rollout.collect import Outcome, Request, collect, make_requests
-from rollout.conditions import finished, reward_within, sampled_by
+from rollout.conditions import finished, reward_within, sampled_at, sampled_by
 from rollout.engines.base import Completion, Engine, EngineInfo
 from rollout.engines.sglang.control import SGLangControl
 from rollout.engines.sglang.engine import SGLangEngine
@@ -40,5 +40,6 @@ __all__ = [
     "make_requests",
     "open_run",
     "reward_within",
+    "sampled_at",
     "sampled_by",
 ]

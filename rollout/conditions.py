@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from rollout.record import Rollout
 
 Condition = Callable[[Rollout], bool]
@@ -28,9 +30,18 @@ def reward_within(low: float = float("-inf"), high: float = float("inf")) -> Con
     return partial(_reward_within, low, high)
 
 
+def sampled_at(temperature: float) -> Condition:
+    """Whether it was sampled at this temperature, compared as the float32 that shards hold."""
+    return partial(_sampled_at, np.float32(temperature))
+
+
 def _sampled_by(versions: frozenset[str], rollout: Rollout) -> bool:
     spans = rollout.weight_versions
     return bool(spans) and all(span.version in versions for span in spans)
+
+
+def _sampled_at(temperature: np.float32, rollout: Rollout) -> bool:
+    return bool(np.float32(rollout.temperature) == temperature)
 
 
 def _reward_within(low: float, high: float, rollout: Rollout) -> bool:

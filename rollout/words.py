@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 Facts = list[tuple[str, str]]
 """Label and text of each."""
 
@@ -12,6 +14,11 @@ Facts = list[tuple[str, str]]
 def number_of(number: int, word: str) -> str:
     """1 token, 1,234 tokens."""
     return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def float32_in_words(number: float) -> str:
+    """0.7: the shortest number that a shard, which has float32, holds as this one."""
+    return str(np.float32(number)).removesuffix(".0")
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:

@@ -19,8 +19,8 @@ def rows_of_a_batch(rollouts: Iterable[Rollout], trainer: str) -> list[Rollout]:
     """The rollouts in their order; each keeps the rules of docs/format.md, all have a temperature.
 
     A trainer computes on what breaks them without a word. Raises the `DataError` of the first rule
-    that is broken, `NotExpressible` for a reward that is NaN or infinite, and `ConfigError` where
-    temperatures differ or there is no rollout.
+    that is broken, `NotExpressible` for a reward that is NaN or infinite and where temperatures
+    differ, and `ConfigError` where there is no rollout.
     """
     rows = list(rollouts)
     if not rows:

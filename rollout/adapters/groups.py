@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rollout.errors import ConfigError
+from rollout.errors import NotExpressible
 from rollout.record import Rollout
 from rollout.rules import check_content, check_format
+from rollout.words import float32_in_words
 
 
 def checked(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
@@ -33,11 +34,12 @@ def grouped(rollouts: Iterable[Rollout]) -> list[Rollout]:
 
 
 def check_one_temperature(rollouts: Sequence[Rollout], trainer: str) -> None:
-    """Raise `ConfigError` unless all rollouts have the temperature of the first."""
+    """Raise `NotExpressible` unless all rollouts have the temperature of the first."""
     for rollout in rollouts:
         if rollout.temperature != rollouts[0].temperature:
-            raise ConfigError(
-                f"{rollout.rollout_id}: temperature {rollout.temperature:g}, but "
-                f"{rollouts[0].temperature:g} in {rollouts[0].rollout_id}; {trainer} has one "
-                "temperature for all, so export rollouts of one at a time"
+            first, other = (float32_in_words(r.temperature) for r in (rollouts[0], rollout))
+            raise NotExpressible(
+                f"{rollout.rollout_id}: temperature {other}, but {first} in "
+                f"{rollouts[0].rollout_id}; {trainer} has one temperature for all, so choose one: "
+                f"rollout export --temperature {first}, or run.where(sampled_at({first}))"
             )

@@ -34,7 +34,7 @@ def to_miles(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
 
     Ids [E] and offsets [R + 1] are lists; where recorded, logprobs of all ids are a float32 tensor
     [E]. Columns that a `Sample` has no field for go into its metadata under "rollout". Raises
-    `ConfigError` if temperatures differ, and the `DataError` of the first rule that a rollout
+    `NotExpressible` if temperatures differ, and the `DataError` of the first rule that a rollout
     breaks.
     """
     return LAYOUT.to_samples(rollouts)

@@ -35,8 +35,9 @@ def to_openrlhf(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     `support_offsets` int64 [T]: action t was sampled from ``ids[offsets[t]:offsets[t + 1]]``,
     nothing if it is of the prompt or was forced; and `rollout_id`.
 
-    Raises `NotExpressible` for an aborted rollout and where only some have a reward, `ConfigError`
-    if temperatures differ, and the `DataError` of the first rule of docs/format.md that is broken.
+    Raises `NotExpressible` for an aborted rollout, where only some have a reward, and if
+    temperatures differ; `ConfigError` without a rollout; and the `DataError` of the first rule of
+    docs/format.md that is broken.
     """
     rows = rows_of_a_batch(rollouts, "OpenRLHF")
     rewards = all_or_no_rewards(rows, "OpenRLHF")

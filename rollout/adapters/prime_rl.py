@@ -41,6 +41,7 @@ from rollout.errors import (
     FormatError,
     LengthMismatch,
     MissingSupport,
+    NotExpressible,
     NotReplayable,
 )
 from rollout.record import Rollout
@@ -54,7 +55,7 @@ def to_prime_rl(rollouts: Iterable[Rollout], env_name: str = "") -> list[Trainin
     """A `TrainingSample` of each rollout, T = P + R tokens; those of one prompt side by side.
 
     `trace_id` is the rollout id. `advantages` are yours to set before prime-rl trains on one.
-    Raises `ConfigError` for a rollout that is aborted or has no sampled token, which a sample
+    Raises `NotExpressible` for a rollout that is aborted or has no sampled token, which a sample
     cannot say, and the `DataError` of the first rule that one breaks.
     """
     return [_to_sample(rollout, env_name) for rollout in grouped(checked(rollouts))]
@@ -62,12 +63,12 @@ def to_prime_rl(rollouts: Iterable[Rollout], env_name: str = "") -> list[Trainin
 
 def _to_sample(r: Rollout, env_name: str) -> TrainingSample:
     if r.finish_reason == "abort":
-        raise ConfigError(
+        raise NotExpressible(
             f"{r.rollout_id}: aborted, and a sample of prime-rl cannot say so; leave it out "
             "(rollout export --without-aborted)"
         )
     if r.is_forced.all():
-        raise ConfigError(
+        raise NotExpressible(
             f"{r.rollout_id}: no token of it was sampled, and prime-rl would take it for a prompt; "
             "leave it out"
         )

@@ -70,8 +70,8 @@ class Layout:
     def to_samples(self, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
         """A sample of each rollout; those of one prompt stand together, numbered alike.
 
-        Raises `ConfigError` if their temperatures differ, because the trainer divides all logits by
-        one, and the `DataError` of the first rule that a rollout breaks.
+        Raises `NotExpressible` if their temperatures differ, because the trainer divides all logits
+        by one, and the `DataError` of the first rule that a rollout breaks.
         """
         ordered = grouped(checked(rollouts))
         check_one_temperature(ordered, self.trainer)

@@ -55,8 +55,9 @@ def to_skyrl(rollouts: Iterable[Rollout], *, width: int | None = None) -> dict[s
     one `width`: by default that of the largest support here. `uids` are the prompt ids. What has no
     field stands under "rollout", from where `from_skyrl` takes it.
 
-    Raises `NotExpressible` for a rollout without reward or output tokens and for a support larger
-    than `width`, `ConfigError` if temperatures differ, and the `DataError` of a broken rule.
+    Raises `NotExpressible` for a rollout without reward or output tokens, for a support larger than
+    `width`, and if temperatures differ; `ConfigError` without a rollout; and the `DataError` of a
+    broken rule.
     """
     rows = rows_of_a_batch(rollouts, "SkyRL")
     need_output_tokens(rows, "SkyRL")

@@ -27,8 +27,9 @@ def to_trl(rollouts: Iterable[Rollout]) -> dict[str, list[Any]]:
     supports, 0 for a forced token. `reward` is None where there is none, which TRL takes from a
     reward function as "cannot be scored".
 
-    Raises `NotExpressible` for a rollout without output tokens, `ConfigError` if temperatures
-    differ, and the `DataError` of the first rule of docs/format.md that is broken.
+    Raises `NotExpressible` for a rollout without output tokens and if temperatures differ,
+    `ConfigError` without a rollout, and the `DataError` of the first rule of docs/format.md that is
+    broken.
     """
     rows = rows_of_a_batch(rollouts, "TRL")
     need_output_tokens(rows, "TRL")

@@ -47,9 +47,9 @@ def to_verl(
     ``ids[i][offsets[i][t]:offsets[i][t + 1]]``, nothing where it was forced, with the int32 ids and
     int64 offsets under `IDS` and `OFFSETS`; `uid` is the prompt id. `meta_info`: the temperature.
 
-    Raises `NotExpressible` for a rollout without output tokens or longer than was given, and where
-    only some have a reward; `ConfigError` if temperatures differ; and the `DataError` of the first
-    rule of docs/format.md that is broken.
+    Raises `NotExpressible` for a rollout without output tokens or longer than was given, where only
+    some have a reward, and if temperatures differ; `ConfigError` without a rollout; and the
+    `DataError` of the first rule of docs/format.md that is broken.
     """
     rows = rows_of_a_batch(rollouts, "verl")
     need_output_tokens(rows, "verl")

@@ -24,6 +24,7 @@ class Endpoint:
     router: str | None
     workers: tuple[str, ...]
     served: str  # the model's name on the OpenAI routes
+    owner: str  # whose server it is, as these routes say
 
     @property
     def front_end(self) -> str | None:
@@ -96,12 +97,14 @@ async def read_endpoint(http: SGLangHttp, sampled: Sampled) -> Endpoint:
         router = "a router"
     served = (await _page(http, "/v1/models")).get("data")
     first = served[0] if isinstance(served, list) and served else {}
+    first = first if isinstance(first, dict) else {}
     return Endpoint(
         server=server,
         model=model if "model_path" in model else None,
         router=router,
         workers=workers,
-        served=str(first.get("id", "default")) if isinstance(first, dict) else "default",
+        served=str(first.get("id", "default")),
+        owner=str(first.get("owned_by", "unknown")),
     )
 
 
@@ -126,6 +129,12 @@ def check_sglang(url: str, endpoint: Endpoint, sampled: Sampled) -> None:
     if status in (401, 403):
         raise EngineRefused(
             f"{url}: wants an API key (HTTP {status}); put it into SGLANG_API_KEY and ask again"
+        )
+    if endpoint.owner == "vllm":
+        raise EngineRefused(
+            f"{url}: a vLLM server, and doctor examines SGLang; collect from it with "
+            f"engine.kind: vllm; rollout collect configs/vllm.yaml -o engine.url={url} "
+            "-o model=PATH_OR_ID --dry-run examines it"
         )
     raise EngineRefused(
         f"{url}: not an SGLang server: wanted a page at /server_info and a reply from /generate, "
