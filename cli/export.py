@@ -9,6 +9,7 @@ import click
 from cli.options import echo_json, json_option, needs_torch, reports_errors
 from cli.progress import ProgressReport
 from rollout.adapters.formats import FORMATS, WRITABLE, writer
+from rollout.words import counts_in_words
 
 
 @click.command()
@@ -17,7 +18,7 @@ from rollout.adapters.formats import FORMATS, WRITABLE, writer
 @click.option("--out", metavar="PATH", type=click.Path(path_type=Path), required=True)
 @click.option("--overwrite", is_flag=True, help="Replace PATH if it is there.")
 @click.option("--without-aborted", is_flag=True, help="Leave out rollouts that were aborted.")
-@click.option("--temperature", type=float, help="Only what was sampled at it.")
+@click.option("--temperature", type=float, help="Only rollouts sampled at it.")
 @click.option("--pad-id", type=click.IntRange(min=0), help="The id that fills rows (verl only).")
 @json_option
 @reports_errors
@@ -63,7 +64,7 @@ def export(
             f"{result.rollouts} rollouts, {result.output_tokens} output tokens into {out}, "
             f"{result.bytes:,} bytes"
         )
-    for what, count in result.left_out.items():
-        click.echo(f"left out: {count} x {what}", err=True)
+    if result.left_out:
+        click.echo(f"left out: {counts_in_words(result.left_out)}", err=True)
     if not result.rollouts:
         raise click.exceptions.Exit(3)

@@ -42,7 +42,8 @@ def import_(
 
     The formats, and what each leaves for the options to say: docs/integrations.md. sglang-jsonl has
     one {"sampling_params": ..., "response": <body of /generate>} per line. What breaks a rule goes
-    to rejected.jsonl with the reason, and the exit code is 3.
+    to rejected.jsonl with the reason, and the exit code is 3. The same command again goes on where
+    it stopped.
 
     \b
     Example:
@@ -84,10 +85,16 @@ def import_(
             f"{result.rollouts} rollouts, {result.output_tokens} output tokens into {out}, "
             f"{rejected} rejected"
         )
+    if result.already_stored:
+        click.echo(
+            f"{result.already_stored} rollouts of this file were stored in {out} already, by an "
+            "earlier import of it; they were left as they are",
+            err=True,
+        )
     for reason, count in result.rejected.items():
         click.echo(f"rejected: {count} x {reason}, see {out}/rejected.jsonl", err=True)
     for diagnosis in result.diagnoses:
         click.echo(f"{diagnosis.code}: {diagnosis.sentence}\n  -> {diagnosis.advice}", err=True)
-    if rejected or not result.rollouts:
+    if rejected or not (result.rollouts or result.already_stored):
         raise click.exceptions.Exit(3)
     click.echo(f"next: rollout replay {out} --model PATH_OR_ID", err=True)

@@ -271,6 +271,7 @@ def test_import_of_good_lines_exits_0(tmp_path: Path) -> None:
         "rollouts": 3,
         "output_tokens": 119,
         "rejected": {},
+        "already_stored": 0,
         "diagnoses": [],
     }
 

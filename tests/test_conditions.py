@@ -7,10 +7,19 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import make_rollout
 
-from rollout import RunWriter, WeightSpan, finished, open_run, reward_within, sampled_by
+from rollout import (
+    RunWriter,
+    WeightSpan,
+    finished,
+    open_run,
+    reward_within,
+    sampled_at,
+    sampled_by,
+)
 from rollout.annotate import annotate
 from rollout.conditions import Condition
 from rollout.record import Rollout
@@ -30,6 +39,9 @@ def spans(*versions: str) -> dict[str, Any]:
         pytest.param(sampled_by("1"), spans("1", "2"), False, id="weights moved"),
         pytest.param(sampled_by("1", "2"), spans("1", "2"), True, id="both versions"),
         pytest.param(sampled_by("1"), spans(), False, id="weights unknown"),
+        pytest.param(sampled_at(0.7), {"temperature": float(np.float32(0.7))}, True, id="float32"),
+        pytest.param(sampled_at(0.7), {"temperature": 0.7}, True, id="temperature"),
+        pytest.param(sampled_at(0.7), {"temperature": 0.70001}, False, id="other temperature"),
         pytest.param(reward_within(0, 1), {"reward": 1.0}, True, id="reward at the end"),
         pytest.param(reward_within(0, 1), {"reward": 1.5}, False, id="reward above"),
         pytest.param(reward_within(low=0), {"reward": 99.0}, True, id="no upper end"),

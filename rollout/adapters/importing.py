@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,13 @@ from rollout.adapters.facts import Facts
 from rollout.diagnosis import Diagnosis
 from rollout.errors import (
     BadFacts,
+    ConfigError,
     ContentError,
     DiskFull,
     RolloutError,
     SampledOutsideSupport,
 )
+from rollout.files import file_sha256
 from rollout.record import Rollout
 from rollout.record_faults import RecordJudge, reason_of
 from rollout.writer import RunWriter
@@ -44,13 +46,14 @@ class Reader:
 class Imported:
     """What an import did: rows stored, tokens in them, and rejections by reason.
 
-    `diagnoses` judges the whole file, stored items and rejected ones: one cause may break several
+    `already_stored` counts what an earlier import of the same file had stored. `diagnoses` judges the whole file, stored items and rejected ones: one cause may break several
     rules, and then it is the reason.
     """
 
     rollouts: int
     output_tokens: int
     rejected: dict[str, int]
+    already_stored: int = 0
     diagnoses: tuple[Diagnosis, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,6 +61,7 @@ class Imported:
             "rollouts": self.rollouts,
             "output_tokens": self.output_tokens,
             "rejected": self.rejected,
+            "already_stored": self.already_stored,
             "diagnoses": [d.as_dict() for d in self.diagnoses],
         }
 
@@ -76,31 +80,45 @@ def import_file(
     """Convert `file` into the run directory `out`; every item ends in a shard or in rejected.jsonl.
 
     Nothing is made before it is known that the file can be read (`ConfigError`), and that `facts`
-    say what it does not say (`BadFacts`). `progress` is told items done, of how many, and tokens.
+    say what it does not say (`BadFacts`). The same call again goes on where it stopped; another
+    file, or other facts, into the same `out` raise `ConfigChanged`. `progress` is told items done,
+    of how many, and tokens.
     """
     facts = facts or Facts()
+    if file.is_fifo():
+        raise ConfigError(f"{file}: must be a file that can be read twice, got a pipe; save it")
     items = reader.items(file)
     _check_facts(reader, items, facts, name)
     identity = {
-        "imported": {"from": name, "file": file.name},
+        "imported": {
+            "from": name,
+            "file": file.name,
+            "sha256": file_sha256(file),
+            "facts": {k: v for k, v in asdict(facts).items() if v is not None},
+        },
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
     }
-    rollouts = tokens = 0
+    rollouts = tokens = already_stored = 0
     judge, refused = RecordJudge(vocab_size), dict[int, _Refused]()
     with RunWriter(out, identity, vocab_size=vocab_size) as writer:
+        stored = set(writer.done)  # by an earlier import of the same bytes
         for done, (number, item) in enumerate(items, start=1):
             rollout = None
             try:
                 rollout = reader.parse(item, number, facts)
-                writer.write(rollout)
+                is_stored = rollout.rollout_id in stored
+                stored.discard(rollout.rollout_id)  # a second one of this id is rejected
+                if not is_stored:
+                    writer.write(rollout)
             except DiskFull:
                 raise  # of the directory, not of one item
             except RolloutError as error:
                 refused[done] = _refuse(reader, item, number, rollout, error, judge)
             else:
-                rollouts += 1
-                tokens += rollout.num_output_tokens
+                already_stored += is_stored
+                rollouts += not is_stored
+                tokens += 0 if is_stored else rollout.num_output_tokens
                 judge.add(rollout, faults=())
             if progress is not None:
                 progress(done, len(items), tokens)
@@ -113,7 +131,7 @@ def import_file(
                 rejected[reason] += 1
                 where = {reader.numbers: number}
                 writer.reject(one.error, reader.body(item), reason=reason, **where)
-    return Imported(rollouts, tokens, dict(rejected), tuple(diagnoses))
+    return Imported(rollouts, tokens, dict(rejected), already_stored, tuple(diagnoses))
 
 
 def _check_facts(

@@ -11,13 +11,11 @@ from rollout.errors import ConfigError
 class Lines(Collection[tuple[int, bytes]]):
     """The lines of a file that are not blank, each with its number from 1 and without its end.
 
-    Raises `ConfigError` for a file that cannot be read, or not twice, as a pipe.
+    Raises `ConfigError` for a file that cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.is_fifo():
-            raise ConfigError(f"{path}: must be a file that can be read twice, got a pipe; save it")
         self._count = sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:

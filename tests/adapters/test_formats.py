@@ -25,7 +25,12 @@ from rollout.record import Rollout
 from rollout.writer import RunWriter
 
 PRIME_RL = ("--top-p", "0.875", "--top-k", "2", "--min-p", "0", "--max-new-tokens", "8")
-SAID = {"slime": (), "miles": (), "prime-rl": (*PRIME_RL, "--finish-reason", "stop")}
+SAID = {
+    "slime": (),
+    "miles": (),
+    "prime-rl": (*PRIME_RL, "--finish-reason", "stop"),
+    "skyrl": (),
+}
 
 
 def run(*arguments: str | Path) -> Result:
@@ -51,7 +56,7 @@ def two_turns(tmp_path: Path) -> Path:
 
 def test_what_is_offered_is_what_the_registry_has() -> None:
     assert {*READABLE, *WRITABLE} == FORMATS.keys()
-    assert {*SAID} <= {*READABLE} & {*WRITABLE}
+    assert {*SAID} == {*READABLE} & {*WRITABLE}
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -70,7 +75,7 @@ def test_an_export_is_imported_whole(name: str, two_turns: Path, tmp_path: Path)
     assert ids == ["b:0", "b:1", "a:0", "a:1"]
 
 
-@pytest.mark.parametrize("name", ["slime", "miles"])
+@pytest.mark.parametrize("name", ["slime", "miles", "skyrl"])
 def test_an_imported_export_is_the_run_again(name: str, two_turns: Path, tmp_path: Path) -> None:
     run("export", two_turns, "--to", name, "--out", tmp_path / "dump")
     run("import", "--from", name, tmp_path / "dump", "--out", tmp_path / "back")
@@ -94,8 +99,30 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     mixed = stored(tmp_path / "run", [make_rollout(), make_rollout("8", temperature=1.0)])
     failed = run("export", mixed, "--to", "slime", "--out", tmp_path / "dump.pt")
     assert failed.exit_code == 2
-    assert "one temperature for all" in failed.stderr
+    assert "one temperature for all, so choose one: rollout export --temp" in failed.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_temperature_chooses_what_is_exported(tmp_path: Path) -> None:
+    warm = [make_rollout("8", i, temperature=0.7) for i in range(2)]
+    mixed = stored(tmp_path / "run", [make_rollout(), *warm])
+    common = ("export", mixed, "--to", "slime", "--out", tmp_path / "dump.pt", "--json")
+    done = run(*common, "--temperature", "0.7")  # float32 holds another number
+    assert done.exit_code == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert (numbers["rollouts"], numbers["left_out"]) == (2, {"at temperature 0.5": 1})
+    assert "left out: 1 at temperature 0.5" in done.stderr
+    samples = torch.load(tmp_path / "dump.pt", weights_only=True)["samples"]
+    assert [s["metadata"]["rollout"]["rollout_id"] for s in samples] == ["8:0", "8:1"]
+
+
+def test_a_temperature_that_nothing_was_sampled_at_names_the_others(tmp_path: Path) -> None:
+    mixed = stored(tmp_path / "run", [make_rollout(), make_rollout("8", temperature=1.0)])
+    common = ("export", mixed, "--to", "slime", "--out", tmp_path / "dump.pt")
+    failed = run(*common, "--temperature", "0.7")
+    assert failed.exit_code == 2
+    assert "temperature 0.7, but 1 at temperature 0.5, 1 at temperature 1\n" in failed.stderr
+    assert not (tmp_path / "dump.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +155,7 @@ def test_aborted_rollouts_are_left_out_when_asked_and_counted(tmp_path: Path) ->
     assert "8:0#abort0: aborted" in refused.stderr
     done = run(*common, "--without-aborted")
     assert done.exit_code == 0
-    assert "left out: 1 aborted rollouts" in done.stderr
+    assert "left out: 1 aborted\n" in done.stderr
     assert done.stdout.startswith("1 rollouts, 3 output tokens into ")
 
 
@@ -177,6 +204,45 @@ def test_a_file_that_needs_a_foreign_class_is_refused(tmp_path: Path) -> None:
     assert refused.exit_code == 3
     assert "only tensors and plain containers are read" in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_same_import_again_goes_on_and_says_what_was_there(tmp_path: Path) -> None:
+    lines = recorded_lines(RECORDED[0])
+    # the second line comes twice: one of them is rejected, at every import
+    file = write_lines(tmp_path / "d.jsonl", [*lines[:2], lines[1], lines[2]])
+    common = ("import", "--from", "sglang-jsonl", file, "--out", tmp_path / "run")
+    first = run(*common, "--json")
+    assert json.loads(first.stdout)["rollouts"] == 3
+    before = [r.rollout_id for r in open_run(tmp_path / "run")]
+    again = run(*common, "--json")
+    assert again.exit_code == 3
+    numbers = json.loads(again.stdout)
+    assert (numbers["rollouts"], numbers["already_stored"]) == (0, 3)
+    assert numbers["rejected"] == {"bad_rollout_id": 1}
+    assert "3 rollouts of this file were stored in " in again.stderr
+    assert [r.rollout_id for r in open_run(tmp_path / "run")] == before
+
+
+def test_an_import_of_a_whole_file_again_is_success(two_turns: Path, tmp_path: Path) -> None:
+    run("export", two_turns, "--to", "slime", "--out", tmp_path / "dump")
+    common = ("import", "--from", "slime", tmp_path / "dump", "--out", tmp_path / "back")
+    assert [run(*common).exit_code for _ in range(2)] == [0, 0]
+
+
+def test_another_file_of_that_name_or_other_facts_need_another_directory(tmp_path: Path) -> None:
+    file = tmp_path / "samples.bin"
+    common = ("import", "--from", "prime-rl", file, "--out", tmp_path / "run", *SAID["prime-rl"])
+    FORMATS["prime-rl"].write([make_rollout()], file)
+    assert run(*common).exit_code == 0
+    other_facts = run(*common, "--max-new-tokens", "9")
+    assert other_facts.exit_code == 2
+    assert "imported.facts.max_new_tokens: 8 there, 9 now" in other_facts.stderr
+    FORMATS["prime-rl"].write([make_rollout(reward=1.0, output_text="why not")], file)
+    assert run(*common).exit_code == 0  # the same bytes: a sample holds neither
+    FORMATS["prime-rl"].write([make_rollout("8")], file)
+    other_file = run(*common)
+    assert other_file.exit_code == 2
+    assert "imported.sha256: " in other_file.stderr
 
 
 def test_recorded_lines_say_their_settings_themselves(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ def test_a_file_without_rewards_comes_with_a_note(tmp_path: Path) -> None:
             [scored(), longer(reward=None)], errors.NotExpressible, "7:1: must have a", id="reward"
         ),
         pytest.param(
-            [scored(), longer(temperature=1.0)], errors.ConfigError, "temperature", id="temperature"
+            [scored(), longer(temperature=1.0)],
+            errors.NotExpressible,
+            "temperature",
+            id="temperature",
         ),
         pytest.param(
             [scored(loss_mask=np.array([1, 1, 1], np.int8))],

@@ -241,7 +241,7 @@ def test_what_a_sample_does_not_say_must_be_said() -> None:
     ],
 )
 def test_what_a_sample_cannot_say_is_not_exported(rollout: Rollout, words: str) -> None:
-    with pytest.raises(errors.ConfigError, match=words):
+    with pytest.raises(errors.NotExpressible, match=words):
         to_prime_rl([rollout])
 
 

@@ -98,7 +98,10 @@ def test_a_file_whose_supports_are_no_tensors_is_refused(tmp_path: Path) -> None
             [scored(reward=float("nan"))], errors.NotExpressible, "must be finite", id="nan"
         ),
         pytest.param(
-            [scored(), longer(temperature=1.0)], errors.ConfigError, "temperature", id="temperature"
+            [scored(), longer(temperature=1.0)],
+            errors.NotExpressible,
+            "temperature",
+            id="temperature",
         ),
         pytest.param([empty()], errors.NotExpressible, "must have an output token", id="no output"),
         pytest.param(

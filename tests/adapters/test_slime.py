@@ -168,7 +168,9 @@ def test_the_writer_says_what_to_start_the_trainer_with(tmp_path: Path) -> None:
 
 
 def test_two_temperatures_do_not_fit_into_one_dump() -> None:
-    with pytest.raises(errors.ConfigError, match=r"^8:0: temperature 1, but 0.5 in 7:0; slime has"):
+    with pytest.raises(
+        errors.NotExpressible, match=r"^8:0: temperature 1, but 0.5 in 7:0; slime has"
+    ):
         to_slime([make_rollout(), make_rollout("8", temperature=1.0)])
 
 

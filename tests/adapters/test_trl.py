@@ -76,7 +76,10 @@ def test_a_file_is_json_with_the_rollouts_of_a_prompt_together(tmp_path: Path) -
         pytest.param([], errors.ConfigError, "at least one rollout", id="none"),
         pytest.param([empty()], errors.NotExpressible, "must have an output token", id="no output"),
         pytest.param(
-            [scored(), longer(temperature=1.0)], errors.ConfigError, "temperature", id="temperature"
+            [scored(), longer(temperature=1.0)],
+            errors.NotExpressible,
+            "temperature",
+            id="temperature",
         ),
         pytest.param(
             [scored(loss_mask=np.array([1, 1, 1], np.int8))],

@@ -134,7 +134,10 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
             [scored(), longer(reward=None)], errors.NotExpressible, "7:1: must have a", id="reward"
         ),
         pytest.param(
-            [scored(), longer(temperature=1.0)], errors.ConfigError, "temperature", id="temperature"
+            [scored(), longer(temperature=1.0)],
+            errors.NotExpressible,
+            "temperature",
+            id="temperature",
         ),
         pytest.param(
             [scored(loss_mask=np.array([1, 1, 1], np.int8))],

@@ -149,6 +149,12 @@ def test_another_kind_of_server_is_refused(answer: Answer, words: str) -> None:
         examined(answer, pages={"/server_info": {}, "/v1/models": [1]})
 
 
+def test_a_vllm_server_is_named_with_the_engine_that_collects_from_it() -> None:
+    models = {"data": [{"id": "org/model", "owned_by": "vllm"}]}
+    with pytest.raises(errors.EngineRefused, match="a vLLM server, .* engine.kind: vllm; rollout"):
+        examined(lambda asked: web.Response(status=404), pages={"/v1/models": models})
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_wants_a_key_says_so(status: int) -> None:
     denied = refused("Unauthorized", status)
