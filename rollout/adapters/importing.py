@@ -46,8 +46,9 @@ class Reader:
 class Imported:
     """What an import did: rows stored, tokens in them, and rejections by reason.
 
-    `already_stored` counts what an earlier import of the same file had stored. `diagnoses` judges the whole file, stored items and rejected ones: one cause may break several
-    rules, and then it is the reason.
+    `already_stored` counts what an earlier import of the same file had stored. `diagnoses` judges
+    the whole file, stored items and rejected ones: one cause may break several rules, and then it
+    is the reason.
     """
 
     rollouts: int
