@@ -25,7 +25,7 @@ SAMPLED = "What it was sampled with, where the file does not say it"
 @click.option("--top-k", type=int, help=f"{SAMPLED}; -1 = no limit.")
 @click.option("--min-p", type=float, help=f"{SAMPLED}; 0 = off.")
 @click.option("--max-new-tokens", type=int, help=f"{SAMPLED}.")
-@click.option("--finish-reason", type=click.Choice(["stop", "length"]))
+@click.option("--finish-reason", type=click.Choice(["stop", "length"]), help="Why all of it ended.")
 @click.option("--reward-key", metavar="NAME", help="Which of several rewards is the reward.")
 @json_option
 @reports_errors

@@ -32,8 +32,8 @@ def inspect(
       rollout inspect runs/first 0:0
     """
     from cli.tables import print_rollout, print_run
+    from rollout.inspection import find_rollout, make_decode, view_rollout, view_run
     from rollout.reader import open_run
-    from rollout.view import find_rollout, make_decode, view_rollout, view_run
 
     opened = open_run(run)
     if rollout_id is None:
@@ -49,8 +49,8 @@ def inspect(
 def _tokenizer(run: Any, model: str | None) -> Any:
     """The one that was asked for, or that of run.json; None, with a note, where there is none."""
     from rollout.errors import ConfigError
+    from rollout.inspection import is_other_vocabulary, named_tokenizer
     from rollout.prompts import load_tokenizer
-    from rollout.view import is_other_vocabulary, named_tokenizer
 
     path = model or named_tokenizer(run)
     if path is None:

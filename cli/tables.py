@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rollout.view import view_rollout
+from rollout.inspection import view_rollout
 from rollout.words import counts_in_words, engine_facts
 
 if TYPE_CHECKING:

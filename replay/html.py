@@ -29,8 +29,8 @@ from replay.sections import (
 )
 from replay.strips import Strip, ids_shown, strip_data
 from replay.verify import Verified
+from rollout.inspection import Decode
 from rollout.record import Rollout
-from rollout.view import Decode
 
 CONTEXT = 8  # tokens before one of the worst
 WORST_HEAD = (

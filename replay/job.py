@@ -22,10 +22,10 @@ from replay.tokens import TokenTable
 from replay.verify import verify
 from rollout.errors import ConfigError, NotARun
 from rollout.files import write_json
+from rollout.inspection import Decode, is_other_vocabulary, make_decode, view_run
 from rollout.prompts import load_tokenizer
 from rollout.reader import Run, open_run
 from rollout.schema import REPORTS_DIR
-from rollout.view import Decode, is_other_vocabulary, make_decode, view_run
 
 
 def replay_run(

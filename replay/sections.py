@@ -163,7 +163,7 @@ def audit_facts(audit: Mapping[str, Any]) -> Facts:
 
 
 def run_facts(run: Mapping[str, Any]) -> Facts:
-    """What a run says about itself (`rollout.view.view_run`)."""
+    """What a run says about itself (`rollout.inspection.view_run`)."""
     return [(label(name), str(value)) for name, value in run.items()]
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from replay.bins import badness, rows_of_rollouts
 from replay.tokens import OK, Floats, TokenTable
+from rollout.inspection import Decode
 from rollout.record import Rollout
-from rollout.view import Decode
 
 WORST = 20
 SAMPLE = 20

@@ -8,11 +8,11 @@ from typing import Any
 from rollout.collect import Request, collect
 from rollout.config import CollectConfig, SGLangConfig
 from rollout.engines.sglang.doctor import Examination, examine
+from rollout.inspection import view_rollout
 from rollout.job import prepared
 from rollout.keeper import OnNote, prompt_difference
 from rollout.record import Rollout
 from rollout.retry import RetryConfig
-from rollout.view import view_rollout
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ import pytest
 from builders import make_rollout
 from test_cli import run
 
+from rollout.inspection import make_decode
 from rollout.prompts import describe_tokenizer, load_tokenizer
 from rollout.record import Rollout
 from rollout.support import Support
-from rollout.view import make_decode
 from rollout.writer import RunWriter
 
 
@@ -194,7 +194,7 @@ def test_among_too_many_ids_the_closest_is_not_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "run", *(make_rollout("prompt", i) for i in range(4)))
-    monkeypatch.setattr("rollout.view.MOST_COMPARED", 3)
+    monkeypatch.setattr("rollout.inspection.MOST_COMPARED", 3)
     result = run("inspect", path, "promt:2")
     assert result.exit_code == 3
     assert "promt:2: no such rollout; ids look like prompt:0, " in result.stderr

@@ -1,1 +1,1 @@
-"""Dumps of other origin as rollouts; one module per layout."""
+"""Rollouts as trainers read them, and dumps of other tools as rollouts; one module per layout."""

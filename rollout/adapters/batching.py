@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rollout.adapters.groups import check_one_temperature
+from rollout.adapters.groups import check_finite_rewards, check_one_temperature, checked
 from rollout.errors import ConfigError, NotExpressible
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 
 
 def rows_of_a_batch(rollouts: Iterable[Rollout], trainer: str) -> list[Rollout]:
@@ -22,17 +20,10 @@ def rows_of_a_batch(rollouts: Iterable[Rollout], trainer: str) -> list[Rollout]:
     that is broken, `NotExpressible` for a reward that is NaN or infinite and where temperatures
     differ, and `ConfigError` where there is no rollout.
     """
-    rows = list(rollouts)
+    rows = list(checked(rollouts))
     if not rows:
         raise ConfigError(f"{trainer}: a batch must hold at least one rollout, got none")
-    for rollout in rows:
-        check_format(rollout)
-        check_content(rollout)
-        if rollout.reward is not None and not math.isfinite(rollout.reward):
-            raise NotExpressible(
-                f"{rollout.rollout_id}: reward is {rollout.reward}, must be finite: it would make "
-                f"the loss of a whole batch of {trainer} so; score it anew, or leave it out"
-            )
+    check_finite_rewards(rows, trainer)
     check_one_temperature(rows, trainer)
     return rows
 

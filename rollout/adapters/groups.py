@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rollout.errors import NotExpressible
@@ -31,6 +32,16 @@ def grouped(rollouts: Iterable[Rollout]) -> list[Rollout]:
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_id, []).append(rollout)
     return [r for group in groups.values() for r in sorted(group, key=lambda r: r.sample_index)]
+
+
+def check_finite_rewards(rollouts: Iterable[Rollout], trainer: str) -> None:
+    """Raise `NotExpressible` for a reward that is NaN or infinite."""
+    for rollout in rollouts:
+        if rollout.reward is not None and not math.isfinite(rollout.reward):
+            raise NotExpressible(
+                f"{rollout.rollout_id}: reward is {rollout.reward}, must be finite: it would make "
+                f"the loss of a whole batch of {trainer} so; score it anew, or leave it out"
+            )
 
 
 def check_one_temperature(rollouts: Sequence[Rollout], trainer: str) -> None:

@@ -34,8 +34,8 @@ def to_miles(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
 
     Ids [E] and offsets [R + 1] are lists; where recorded, logprobs of all ids are a float32 tensor
     [E]. Columns that a `Sample` has no field for go into its metadata under "rollout". Raises
-    `NotExpressible` if temperatures differ, and the `DataError` of the first rule that a rollout
-    breaks.
+    `NotExpressible` if temperatures differ or a reward is not finite, and the `DataError` of the
+    first rule that a rollout breaks.
     """
     return LAYOUT.to_samples(rollouts)
 

@@ -208,6 +208,10 @@ def write(rollouts: Iterable[Rollout], path: Path) -> tuple[str, ...]:
     kept = list(rollouts)
     path.write_bytes(msgspec.msgpack.encode(to_prime_rl(kept)))
     notes = ["the samples have no advantages: set them before prime-rl trains on these"]
+    notes.append(
+        "why each rollout ended, rewards, weight versions and texts have no place in a sample; "
+        "keep the run directory"
+    )
     if late := sum(bool(r.is_forced[0]) for r in kept):
         notes.append(f"{late} rollouts start with forced tokens, which are prompt in a sample")
     return tuple(notes)

@@ -21,7 +21,7 @@ from rollout.adapters import torch_file
 from rollout.adapters.arrays import int32, plain
 from rollout.adapters.carried import KEY, carry, read_carried, restore
 from rollout.adapters.facts import ALL_FACTS, SAMPLER, Facts, complete
-from rollout.adapters.groups import check_one_temperature, checked, grouped
+from rollout.adapters.groups import check_finite_rewards, check_one_temperature, checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sample_fields import STATUS
 from rollout.adapters.sglang_jsonl import recorded_params
@@ -71,9 +71,11 @@ class Layout:
         """A sample of each rollout; those of one prompt stand together, numbered alike.
 
         Raises `NotExpressible` if their temperatures differ, because the trainer divides all logits
-        by one, and the `DataError` of the first rule that a rollout breaks.
+        by one, and for a reward that is not finite; and the `DataError` of the first rule that a
+        rollout breaks.
         """
         ordered = grouped(checked(rollouts))
+        check_finite_rewards(ordered, self.trainer)
         check_one_temperature(ordered, self.trainer)
         groups: dict[str, int] = {}
         return [

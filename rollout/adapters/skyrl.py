@@ -16,21 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.adapters import torch_file
 from rollout.adapters.arrays import flags, float32, int32, plain
 from rollout.adapters.batching import need_output_tokens, rewards_of, rows_of_a_batch
-from rollout.adapters.carried import KEY, carry, read_carried, restore
+from rollout.adapters.carried import KEY, Int32, carry, read_carried, restore
 from rollout.adapters.facts import SAMPLER, Facts, complete
-from rollout.adapters.groups import grouped
+from rollout.adapters.groups import checked, grouped
 from rollout.adapters.importing import Reader
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
 from rollout.errors import BadValue, FormatError, LengthMismatch, NotExpressible, NullValue
 from rollout.record import Rollout
-from rollout.rules import check_content, check_format
 from rollout.sampling import canonical_json
 from rollout.support import Support
 
@@ -46,6 +46,13 @@ NEEDED = (
     "rollout_logprobs",
     SUPPORT,
 )
+
+
+class _Trajectory(msgspec.Struct):
+    """SkyRL's `TrajectoryID`, or the same as a dict."""
+
+    instance_id: str | int
+    repetition_id: Int32
 
 
 def to_skyrl(rollouts: Iterable[Rollout], *, width: int | None = None) -> dict[str, Any]:
@@ -92,11 +99,8 @@ def from_skyrl(output: Mapping[str, Any], facts: Facts | None = None) -> Iterato
     has them, name the rollouts. Raises `BadFacts`, `NullValue` for a field that is not there,
     `BadValue` for one in another form, and the `DataError` of the first rule that a row breaks.
     """
-    for index, row in _rows(output):
-        rollout = _rollout(row, index, facts or Facts())
-        check_format(rollout)
-        check_content(rollout)
-        yield rollout
+    known = facts or Facts()
+    return checked(_rollout(row, index, known) for index, row in _rows(output))
 
 
 def write_skyrl(rollouts: Iterable[Rollout], path: Path) -> tuple[str, ...]:
@@ -177,8 +181,7 @@ def _rollout(row: Mapping[str, Any], index: int, facts: Facts) -> Rollout:
     settings = complete({}, facts, where)
     prompt_id, sample_index = f"row-{index:06d}", 0
     if TRAJECTORY in row:
-        trajectory = row[TRAJECTORY]
-        prompt_id, sample_index = str(trajectory.instance_id), trajectory.repetition_id
+        prompt_id, sample_index = _identity(row[TRAJECTORY], where)
     prompt_ids = said.pop("prompt_ids")
     completion = Completion(
         **said, full_logprobs=None, support_logprobs=None, engine_meta={"source": "import"}
@@ -191,6 +194,16 @@ def _rollout(row: Mapping[str, Any], index: int, facts: Facts) -> Rollout:
         sampling_params=canonical_json(settings),
     )
     return replace(rollout, **scored)
+
+
+def _identity(trajectory: Any, where: str) -> tuple[str, int]:
+    try:
+        read = msgspec.convert(trajectory, _Trajectory, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise BadValue(
+            f"{where}: {TRAJECTORY} must have instance_id and repetition_id: {error}"
+        ) from error
+    return str(read.instance_id), read.repetition_id
 
 
 def _reward(row: Mapping[str, Any], where: str) -> float:

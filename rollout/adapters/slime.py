@@ -29,8 +29,8 @@ def to_slime(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     """What `Sample.from_dict` reads, one dict for each rollout; those of one prompt side by side.
 
     Ids and offsets are int32 tensors [E] and [R + 1]. Columns that a `Sample` has no field for go
-    into its metadata under "rollout". Raises `NotExpressible` if temperatures differ,
-    and the `DataError` of the first rule that a rollout breaks.
+    into its metadata under "rollout". Raises `NotExpressible` if temperatures differ
+    or a reward is not finite, and the `DataError` of the first rule that a rollout breaks.
     """
     return LAYOUT.to_samples(rollouts)
 

@@ -24,12 +24,12 @@ from rollout.adapters.carried import Int32
 from rollout.adapters.facts import ALL_FACTS, SAMPLER, Facts, complete
 from rollout.adapters.groups import checked
 from rollout.adapters.importing import Reader
+from rollout.adapters.lines import Lines
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
 from rollout.errors import (
     BadOffsets,
     BadValue,
-    ConfigError,
     LengthMismatch,
     NotReplayable,
     NullValue,
@@ -294,13 +294,7 @@ def _answers(given: Any, where: str, default_id: str) -> Iterator[Answer]:
 
 
 def _items(path: Path) -> Iterator[tuple[int, Item]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in Lines(path):
         try:
             given = msgspec.json.decode(line)
             answers = list(_answers(given, f"line {number}", f"line-{number:06d}"))

@@ -106,7 +106,11 @@ def test_a_file_is_a_msgpack_list_of_arrays_with_one_element_per_field(tmp_path:
     assert said[:2] == [[1, 3, 9, 8, 2], [False, False, True, False, True]]
     assert said[5:] == [None] * 8
     assert mask[:2] == [int32(5, 9, 2), int32(0, 0, 2, 0, 1)]
-    assert notes == ("the samples have no advantages: set them before prime-rl trains on these",)
+    advantages, left = notes
+    assert advantages == "the samples have no advantages: set them before prime-rl trains on these"
+    assert left.startswith(
+        "why each rollout ended, rewards, weight versions and texts have no place"
+    )
 
 
 def test_a_release_with_more_fields_is_read(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_forced_tokens_before_the_first_sampled_one_become_prompt_and_the_writer
     )
     (back,) = from_prime_rl(to_prime_rl([late]), FACTS)
     assert (back.prompt_ids.tolist(), back.output_ids.tolist()) == ([1, 3, 8], [9, 2])
-    _, note = write([late, make_rollout("8")], tmp_path / "s")
+    *_, note = write([late, make_rollout("8")], tmp_path / "s")
     assert note.startswith("1 rollouts start with forced tokens")
 
 

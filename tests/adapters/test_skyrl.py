@@ -191,3 +191,19 @@ def test_an_output_of_skyrls_own_needs_facts(trajectory_ids: Any, rollout_id: st
     assert (back.temperature, back.top_k, back.reward) == (0.5, 2, 0.5)
     np.testing.assert_array_equal(back.support.counts, [2, 0, 1])
     np.testing.assert_array_equal(back.loss_mask, [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "words"),
+    [
+        pytest.param("7_0", "Expected `object`, got `str`", id="a string"),
+        pytest.param({"instance_id": "7"}, "missing required field `repetition_id`", id="half"),
+        pytest.param(
+            {"instance_id": "7", "repetition_id": "first"}, "Expected `int`", id="no number"
+        ),
+    ],
+)
+def test_a_trajectory_id_in_another_form_is_a_reason(trajectory: Any, words: str) -> None:
+    output = to_skyrl([scored()]) | {"trajectory_ids": [trajectory], "rollout": None}
+    with pytest.raises(errors.BadValue, match=rf"^row 0: trajectory_ids must have .*{words}"):
+        list(from_skyrl(output, FACTS))

@@ -167,6 +167,13 @@ def test_the_writer_says_what_to_start_the_trainer_with(tmp_path: Path) -> None:
     assert groups.startswith("prompts have 1 to 2 samples")
 
 
+def test_a_reward_that_would_poison_a_batch_is_refused() -> None:
+    with pytest.raises(
+        errors.NotExpressible, match=r"^7:0: reward is nan, must be finite: .*slime"
+    ):
+        to_slime([make_rollout(reward=float("nan"))])
+
+
 def test_two_temperatures_do_not_fit_into_one_dump() -> None:
     with pytest.raises(
         errors.NotExpressible, match=r"^8:0: temperature 1, but 0.5 in 7:0; slime has"
