@@ -66,7 +66,7 @@ def _experience(rollout: Rollout, reward: float | None, texts_known: bool) -> di
     if rollout.finish_reason == "abort":
         raise NotExpressible(
             f"{rollout.rollout_id}: was aborted; OpenRLHF knows only whether a rollout was "
-            "truncated by its length. Leave it out"
+            "truncated by its length; leave it out (rollout export --without-aborted)"
         )
     tokens = np.concatenate([rollout.prompt_ids, rollout.output_ids]).astype(np.int64)
     trained = np.flatnonzero(rollout.loss_mask)

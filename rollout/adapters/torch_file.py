@@ -67,8 +67,9 @@ def _explain(path: Path, error: Exception) -> str:
     except DAMAGED:
         foreign = []
     if not foreign:
-        words = str(error).splitlines()
-        return f"not a file of torch.save ({words[0] if words else type(error).__name__})"
+        # what torch says of a pickle that it refuses is to load it with weights_only=False
+        told = [] if isinstance(error, pickle.UnpicklingError) else str(error).splitlines()
+        return f"not a file of torch.save ({told[0] if told else type(error).__name__})"
     return (
         f"needs {', '.join(foreign)}; only tensors and plain containers are read, because reading "
         "anything else can run code. Turn these into lists where the file was written "

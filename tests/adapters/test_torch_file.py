@@ -80,3 +80,9 @@ def test_a_file_without_samples_is_refused(content: object, tmp_path: Path) -> N
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="cannot be read"):
         torch_file.read(tmp_path / "nowhere", "samples")
+
+
+def test_no_message_says_to_load_a_file_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "f.pt").write_bytes(b'{"rollouts": []}')
+    with pytest.raises(errors.FormatError, match=r"not a file of torch.save \(UnpicklingError\)$"):
+        torch_file.read(tmp_path / "f.pt", "samples")
