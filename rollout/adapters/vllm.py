@@ -27,6 +27,7 @@ from rollout.adapters.importing import Reader
 from rollout.adapters.lines import Lines
 from rollout.adapters.sglang_jsonl import recorded_params
 from rollout.engines.base import Completion
+from rollout.engines.vllm.request import LOWEST_TEMPERATURE
 from rollout.errors import (
     BadOffsets,
     BadValue,
@@ -57,10 +58,6 @@ HARMLESS = {
     "structured_outputs",
 }
 """Sampling parameters that move no logit of a support."""
-
-
-LOWEST_TEMPERATURE = 0.01
-"""vLLM samples a positive temperature below this at this (`vllm/sampling_params.py`)."""
 
 
 class _Logprob(msgspec.Struct):

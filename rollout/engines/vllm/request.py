@@ -10,7 +10,8 @@ from rollout.sampling import SamplingParams
 
 PATH = "/inference/v1/generate"
 
-LOWEST_TEMPERATURE = 0.01  # a lower one is raised to it without a word
+# a lower one is raised to it without a word (`vllm/sampling_params.py`)
+LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0
 
 GRAMMARS = {
