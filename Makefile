@@ -21,7 +21,7 @@ help:
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -e '.[torch,dev]'
+	$(BIN)/pip install --quiet -e '.[torch,dev,examples]'
 	touch $@
 
 install: $(VENV)/.ready

@@ -63,12 +63,27 @@ def sglang_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     if running := os.environ.get("ROLLOUT_TEST_SGLANG"):
         yield running
         return
+    with _sglang(smollm2_path, tmp_path_factory, *SGLANG_FLAGS) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sglang_tiny_url(
+    tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The same engine with the tiny model, whose weights tests may train."""
+    with _sglang(tiny_model_path, tmp_path_factory) as url:
+        yield url
+
+
+@contextmanager
+def _sglang(model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[str]:
     scripts = TESTS / "sglang_cpu"
     CACHE.mkdir(parents=True, exist_ok=True)
     subprocess.run([scripts / "install.sh", SGLANG_VENV], check=True)
-    command = [scripts / "serve.sh", SGLANG_VENV, smollm2_path]
+    command = [scripts / "serve.sh", SGLANG_VENV, model]
     log = tmp_path_factory.mktemp("sglang") / "server.log"
-    with _serving(lambda port: [*command, str(port), *SGLANG_FLAGS], "/model_info", log) as url:
+    with _serving(lambda port: [*command, str(port), *flags], "/model_info", log) as url:
         yield url
 
 

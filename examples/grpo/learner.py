@@ -1,7 +1,5 @@
 """The trainer's side: a bf16 model that equals the engine's, with fp32 masters behind it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from replay import PackedBatch, Policy, score_full, score_support
 
 
 class Learner:
-    """Scores with the weights as they were saved, so that both sides have the same model.
+    """Scores with the weights as they are saved, so that both sides have the same model.
 
     AdamW works on fp32 copies: its steps are smaller than what a bf16 number can change by.
     """

@@ -1,7 +1,5 @@
 """Sums from reasoning-gym: prompts, and a reward that can be checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import reasoning_gym
@@ -9,6 +7,7 @@ import reasoning_gym
 from rollout import Prompt
 from rollout.prompts import Chat, tokenise_chat, tokenise_text
 
+DIGITS = 0.1  # reward of an answer that is nothing but digits: a first step for a model that talks
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 
@@ -27,6 +26,7 @@ class Sums:
         return tokenise_chat(chat, self._tokenizer, str(index))
 
     def reward(self, prompt_id: str, output_ids: Any) -> float:
-        """1 for the answer alone, less the more there is around it, 0 without it."""
+        """1 for the answer alone, less the more there is around it; a little for digits."""
         text = self._tokenizer.decode(output_ids, skip_special_tokens=True).strip()
-        return float(self._problems.score_answer(text, self._problems[int(prompt_id)]))
+        score = self._problems.score_answer(text, self._problems[int(prompt_id)])
+        return float(score) + DIGITS * sum(c.isdigit() for c in text) / max(1, len(text))

@@ -14,8 +14,6 @@ replay` takes as well. The server reads OUT/checkpoint, so it runs on this machi
 goes on behind the last step that was saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -34,18 +32,9 @@ from learner import Learner
 from tasks import Sums
 from untruncated import pack, sample
 
-from replay import PackedBatch, ReplayConfig, batches, losses, make_report, verify
-from rollout import (
-    Request,
-    Run,
-    RunWriter,
-    SamplingParams,
-    SGLangControl,
-    SGLangEngine,
-    collect,
-    make_requests,
-    open_run,
-)
+import replay
+import rollout
+from replay import PackedBatch, losses
 from rollout.prompts import load_tokenizer
 
 CLIP = 0.2
@@ -75,21 +64,21 @@ async def train(s: Settings, tasks: Any) -> None:
     """All steps; `tasks` has the methods of `Sums`."""
     out = Path(s.out)
     learner = Learner(s.model, s.learning_rate, s.device)
+    vocab_size = learner.policy.vocab_size
     async with (
-        SGLangEngine(s.url, vocab_size=learner.policy.vocab_size) as engine,
-        SGLangControl(s.url) as control,
+        rollout.SGLangEngine(s.url, vocab_size=vocab_size) as engine,
+        rollout.SGLangControl(s.url) as control,
     ):
         for step in range(resume(out, learner), s.steps):
             clock: Numbers = defaultdict(float)
             first = step * s.prompts_per_step
             prompts = [tasks.prompt(i) for i in range(first, first + s.prompts_per_step)]
-            requests = list(make_requests(prompts, s.rollouts_per_prompt))
+            requests = list(rollout.make_requests(prompts, s.rollouts_per_prompt))
             with timed(clock, "transfer_s"):
                 path = learner.save(out / "checkpoint")
                 async with control.paused("abort"):
                     await control.update_weights_from_disk(path, version=f"step-{step}")
             facts: dict[str, Any] = {"step": step}
-            source: Iterable[PackedBatch]
             with timed(clock, "engine_s"):
                 if s.arm == "untruncated":
                     parts = await sample(s.url, requests, s.new_tokens)
@@ -98,7 +87,7 @@ async def train(s: Settings, tasks: Any) -> None:
                 else:
                     run = await collected(s, engine, requests, out / f"step-{step:03}")
                     outputs = {r.rollout_id: r.output_ids for r in run}
-                    source = batches(run, s.tokens_per_update, shuffle_seed=s.seed)
+                    source = replay.batches(run, s.tokens_per_update, shuffle_seed=s.seed)
             with timed(clock, "replay_s"):
                 if s.arm != "untruncated":
                     facts |= check(run, learner)
@@ -107,26 +96,28 @@ async def train(s: Settings, tasks: Any) -> None:
             with timed(clock, "update_s"):
                 facts |= update(s, learner, source, advantages(reward), clock)
             facts["reward"] = float(np.mean([*reward.values()]))
-            note(out, facts | clock)
+            print(line := json.dumps(facts | clock), flush=True)
+            with (out / "metrics.jsonl").open("a") as file:
+                file.write(line + "\n")
             if (step + 1) % s.save_every == 0 or step + 1 == s.steps:
                 learner.suspend(out / "learner.pt", step + 1)
     learner.save(out / "checkpoint")
 
 
-async def collected(s: Settings, engine: SGLangEngine, requests: list[Request], out: Path) -> Run:
+async def collected(s: Settings, engine: Any, requests: list[Any], out: Path) -> rollout.Run:
     """The run directory of a step."""
-    params = SamplingParams(top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.new_tokens)
-    with RunWriter(out, {"example": "grpo"}) as writer:
-        async for rollout in collect(engine, requests, params, seed=s.seed):
-            writer.write(rollout)
-    return open_run(out)
+    params = rollout.SamplingParams(top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.new_tokens)
+    with rollout.RunWriter(out, {"example": "grpo"}) as writer:
+        async for one in rollout.collect(engine, requests, params, seed=s.seed):
+            writer.write(one)
+    return rollout.open_run(out)
 
 
-def check(run: Run, learner: Learner) -> dict[str, Any]:
+def check(run: rollout.Run, learner: Learner) -> dict[str, Any]:
     """What `rollout replay` says of the run under the weights that sampled it."""
-    config = ReplayConfig(audit_tokens=0)
-    verified = verify(run, learner.policy, config)
-    report = make_report(verified, config.gates, learner.policy.description)
+    config = replay.ReplayConfig(audit_tokens=0)
+    verified = replay.verify(run, learner.policy, config)
+    report = replay.make_report(verified, config.gates, learner.policy.description)
     tokens = verified.tokens
     return {
         "verdict": report.verdict,
@@ -168,15 +159,15 @@ def advantages(reward: Numbers) -> Numbers:
 
 
 def update(
-    s: Settings,
-    learner: Learner,
-    source: Iterable[PackedBatch],
-    advantage: Numbers,
-    clock: Numbers,
+    s: Settings, learner: Learner, source: Iterable[PackedBatch], advantage: Numbers, clock: Numbers
 ) -> Numbers:
     """An optimiser step per batch; the share of ratios that were beyond the clip range then."""
-    beyond = []
-    for batch in waited_for(source, clock):
+    beyond, iterator = [], iter(source)
+    while True:
+        with timed(clock, "waiting_s"):
+            batch = next(iterator, None)
+        if batch is None:
+            return {"share_clipped": float(torch.cat(beyond).float().mean())}
         b = batch.to(s.device, non_blocking=True)
         logprobs, _ = learner.logprobs(b, over_supports=s.arm == "supports")
         counted = losses.scored(b.loss_mask, logprobs)
@@ -187,7 +178,6 @@ def update(
         )
         learner.step(losses.mean_over_tokens(loss, counted))
         beyond.append(~losses.in_band(log_ratio.detach().exp(), 1 - CLIP, 1 + CLIP)[counted])
-    return {"share_clipped": float(torch.cat(beyond).float().mean())}
 
 
 def resume(out: Path, learner: Learner) -> int:
@@ -202,28 +192,11 @@ def resume(out: Path, learner: Learner) -> int:
     return done
 
 
-def note(out: Path, facts: dict[str, Any]) -> None:
-    print(line := json.dumps(facts), flush=True)
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-
-
 @contextmanager
 def timed(clock: Numbers, name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     clock[name] += time.perf_counter() - began
-
-
-def waited_for(source: Iterable[PackedBatch], clock: Numbers) -> Iterator[PackedBatch]:
-    """The batches; clock["waiting_s"] is how long the trainer had none."""
-    iterator = iter(source)
-    while True:
-        with timed(clock, "waiting_s"):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def main() -> None:

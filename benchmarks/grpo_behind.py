@@ -1,6 +1,6 @@
-"""How many updates an engine may be behind before the runs show it: step k under later weights.
+"""How many updates an engine may be behind before its runs show it.
 
-python examples/grpo/behind.py runs/grpo
+python benchmarks/grpo_behind.py runs/grpo/supports
 """
 
 from __future__ import annotations
