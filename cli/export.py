@@ -66,5 +66,3 @@ def export(
         )
     if result.left_out:
         click.echo(f"left out: {counts_in_words(result.left_out)}", err=True)
-    if not result.rollouts:
-        raise click.exceptions.Exit(3)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.conditions import sampled_at
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, NotARun
 from rollout.files import disk_full_is_an_error, sync_directory
 from rollout.reader import open_run
 from rollout.record import Rollout
@@ -47,8 +47,8 @@ def export_run(
     """Write the rollouts of the run directory `run` to the file `out`, which appears as a whole.
 
     With `temperature` only those that were sampled at it. Raises `ConfigError` if `out` is there
-    and `overwrite` is not set, and if none was sampled at `temperature`; `NotExpressible` where the
-    format cannot say what a rollout says; and the `FormatError` of a run that cannot be read.
+    and `overwrite` is not set, and if all are left out; `NotExpressible` where the format cannot
+    say what a rollout says; and the `FormatError` of a run that cannot be read or is empty.
     """
     if out.is_dir() or (out.exists() and not overwrite):
         raise ConfigError(f"{out}: is there already; choose another --out, or give --overwrite")
@@ -71,11 +71,13 @@ def export_run(
                 yield rollout
             if progress is not None:
                 progress(done, len(opened), tokens)
-        if temperature is not None and left_out and not count:
+        if not count and left_out:
             raise ConfigError(
-                f"{run}: no rollout to export was sampled at temperature "
-                f"{float32_in_words(temperature)}, but {counts_in_words(left_out)}"
+                f"{run}: nothing is left to export, these are left out: "
+                f"{counts_in_words(left_out)}; choose others"
             )
+        if not count:
+            raise NotARun(f"{run}: must hold a rollout to export, got none")
 
     temporary = out.with_name(f".{out.name}.tmp")
     with disk_full_is_an_error(out):

@@ -39,7 +39,7 @@ def load(path: Path, needs: Sequence[str]) -> dict[str, Any]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except DAMAGED as error:
         raise FormatError(f"{path}: {_explain(path, error)}") from error

@@ -121,7 +121,7 @@ def test_a_temperature_that_nothing_was_sampled_at_names_the_others(tmp_path: Pa
     common = ("export", mixed, "--to", "slime", "--out", tmp_path / "dump.pt")
     failed = run(*common, "--temperature", "0.7")
     assert failed.exit_code == 2
-    assert "temperature 0.7, but 1 at temperature 0.5, 1 at temperature 1\n" in failed.stderr
+    assert "left out: 1 at temperature 0.5, 1 at temperature 1; choose others" in failed.stderr
     assert not (tmp_path / "dump.pt").exists()
 
 
@@ -159,9 +159,13 @@ def test_aborted_rollouts_are_left_out_when_asked_and_counted(tmp_path: Path) ->
     assert done.stdout.startswith("1 rollouts, 3 output tokens into ")
 
 
-def test_an_export_of_nothing_is_not_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["slime", "prime-rl", "trl"])
+def test_an_export_of_nothing_is_not_success(name: str, tmp_path: Path) -> None:
     empty = stored(tmp_path / "run", [])
-    assert run("export", empty, "--to", "slime", "--out", tmp_path / "dump.pt").exit_code == 3
+    failed = run("export", empty, "--to", name, "--out", tmp_path / "dump.pt")
+    assert failed.exit_code == 3
+    assert "must hold a rollout to export, got none" in failed.stderr
+    assert not (tmp_path / "dump.pt").exists()
 
 
 def test_an_import_that_lacks_facts_names_every_option_and_makes_nothing(tmp_path: Path) -> None:

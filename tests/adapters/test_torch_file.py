@@ -77,9 +77,12 @@ def test_a_file_without_samples_is_refused(content: object, tmp_path: Path) -> N
         torch_file.read(tmp_path / "f.pt", "samples")
 
 
-def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("nowhere", id="missing"), pytest.param("", id="dir")]
+)
+def test_what_cannot_be_opened_is_a_config_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="cannot be read"):
-        torch_file.read(tmp_path / "nowhere", "samples")
+        torch_file.read(tmp_path / name, "samples")
 
 
 def test_no_message_says_to_load_a_file_unsafely(tmp_path: Path) -> None:
