@@ -21,6 +21,7 @@ from rollout.errors import (
 from rollout.files import file_sha256
 from rollout.record import Rollout
 from rollout.record_faults import RecordJudge, reason_of
+from rollout.rules import check_content, check_format
 from rollout.writer import RunWriter
 
 
@@ -108,9 +109,11 @@ def import_file(
             rollout = None
             try:
                 rollout = reader.parse(item, number, facts)
-                is_stored = rollout.rollout_id in stored
-                stored.discard(rollout.rollout_id)  # a second one of this id is rejected
-                if not is_stored:
+                if is_stored := rollout.rollout_id in stored:
+                    check_format(rollout)
+                    check_content(rollout, vocab_size)
+                    stored.remove(rollout.rollout_id)  # a second one of this id is rejected
+                else:
                     writer.write(rollout)
             except DiskFull:
                 raise  # of the directory, not of one item

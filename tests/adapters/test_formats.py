@@ -227,6 +227,21 @@ def test_the_same_import_again_goes_on_and_says_what_was_there(tmp_path: Path) -
     assert [r.rollout_id for r in open_run(tmp_path / "run")] == before
 
 
+def test_what_was_rejected_is_not_taken_for_what_was_stored_under_its_id(tmp_path: Path) -> None:
+    file = tmp_path / "dump.pt"
+    FORMATS["slime"].write([make_rollout("a"), make_rollout("b")], file)
+    dump = torch.load(file, weights_only=True)
+    broken = dump["samples"][0]
+    broken["rollout_top_p_token_ids"][1] = 6
+    broken["metadata"]["rollout"] |= {"rollout_id": "b:0", "prompt_id": "b"}
+    torch.save(dump, file)
+    common = ("import", "--from", "slime", file, "--out", tmp_path / "run", "--json")
+    first, again = (json.loads(run(*common).stdout) for _ in range(2))
+    assert (first["rollouts"], first["already_stored"]) == (1, 0)
+    assert (again["rollouts"], again["already_stored"]) == (0, 1)
+    assert first["rejected"] == again["rejected"] == {"sampled_outside_support": 1}
+
+
 def test_an_import_of_a_whole_file_again_is_success(two_turns: Path, tmp_path: Path) -> None:
     run("export", two_turns, "--to", "slime", "--out", tmp_path / "dump")
     common = ("import", "--from", "slime", tmp_path / "dump", "--out", tmp_path / "back")
