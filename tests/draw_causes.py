@@ -1,4 +1,4 @@
-"""Draws how three causes look, docs/images/causes.svg, from seeded faults: `make images`.
+"""Draws how causes look, docs/images/causes.svg, from seeded faults: `make images`.
 
 python tests/draw_causes.py MODEL      MODEL is the folder of SmolLM2-135M-Instruct
 """
@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 from builders import RECORDED, recorded_lines
-from fault_injector import declared_temperature, full_stored_for_every_id, in_some, softcapped
+from fault_cases import CASES
 from numpy.typing import NDArray
 from scorer import Scorer
 
@@ -21,7 +21,8 @@ from replay.evidence import Evidence
 from rollout.adapters.sglang_jsonl import parse_line
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "causes.svg"
-WIDTH, SIDE, LEFT, TOP, POINTS = 860, 230, 46, 70, 350
+WIDTH, SIDE, LEFT, TOP, POINTS = 900, 168, 46, 92, 250
+ACROSS, LOW = 4, -6.0
 Floats = NDArray[np.float64]
 
 
@@ -39,28 +40,43 @@ def as_they_are(e: Evidence) -> tuple[Floats, Floats]:
     return e.replay_support, e.support_logprobs
 
 
-def panel(title: str, axis: str, x: Floats, y: Floats, left: float, low: float) -> list[str]:
+PANELS = (
+    ("nothing", "on the line", as_they_are),
+    ("T ignored", "slopes T", below_the_largest),
+    ("T doubled", "slopes 1/T", below_the_largest),
+    ("T off by 20 %", "one slope", below_the_largest),
+    ("full stored for every id", "a gap", as_they_are),
+    ("supports shifted", "no relation", as_they_are),
+    ("softcap 30", "no single slope", below_the_largest),
+    ("penalty 0.5", "some ids leave the line", as_they_are),
+    ("bias +1", "one id leaves the line", as_they_are),
+    ("body noise 5 %", "wide", as_they_are),
+    ("BOS not recorded", "wide, first tokens most", as_they_are),
+    ("support cut to 8", "the policy has too much", as_they_are),
+)
+
+
+def panel(code: str, look: str, x: Floats, y: Floats, left: float, top: float) -> list[str]:
     def place(value: float) -> float:
-        return SIDE * (value - low) / -low
+        return SIDE * (value - LOW) / -LOW
 
     lines = [
-        f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{escape(title)}</text>',
-        f'<rect x="{left}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#bbb"/>',
-        f'<line x1="{left}" y1="{TOP + SIDE}" x2="{left + SIDE}" y2="{TOP}" stroke="#d1702a"/>',
-        f'<text x="{left + SIDE / 2}" y="{TOP + SIDE + 32}" text-anchor="middle">'
-        f"{escape(axis)}</text>",
+        f'<text x="{left}" y="{top - 20}" font-weight="bold">{escape(code)}</text>',
+        f'<text x="{left}" y="{top - 6}">{escape(look)}</text>',
+        f'<rect x="{left}" y="{top}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#bbb"/>',
+        f'<line x1="{left}" y1="{top + SIDE}" x2="{left + SIDE}" y2="{top}" stroke="#d1702a"/>',
     ]
-    for value in (low, low / 2, 0):
+    for value in (LOW, LOW / 2, 0):
         lines.append(
-            f'<text x="{left + place(value):.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">'
+            f'<text x="{left + place(value):.1f}" y="{top + SIDE + 14}" text-anchor="middle">'
             f"{value:g}</text>"
-            f'<text x="{left - 6}" y="{TOP + SIDE - place(value) + 4:.1f}" text-anchor="end">'
+            f'<text x="{left - 6}" y="{top + SIDE - place(value) + 4:.1f}" text-anchor="end">'
             f"{value:g}</text>"
         )
-    inside = np.flatnonzero((x > low) & (y > low) & (x <= 0) & (y <= 0))
+    inside = np.flatnonzero((x > LOW) & (y > LOW) & (x <= 0) & (y <= 0))
     for i in inside[np.linspace(0, len(inside) - 1, min(POINTS, len(inside))).astype(int)]:
-        cx, cy = left + place(x[i]), TOP + SIDE - place(y[i])
-        lines.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="1.6"/>')
+        cx, cy = left + place(x[i]), top + SIDE - place(y[i])
+        lines.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="1.4"/>')
     return lines
 
 
@@ -68,37 +84,23 @@ def main(model: Path) -> None:
     lines = recorded_lines(RECORDED[2])
     rollouts = [parse_line(json.dumps(line).encode(), str(i)) for i, line in enumerate(lines)]
     scorer = Scorer(Policy.load(str(model), dtype="bfloat16", device="cpu", packed=False))
-    capped = scorer.with_policy(softcapped(30.0)(scorer.policy))
-    panels = [
-        (
-            "temperature_other: a slope",
-            "nats below the likeliest id, policy",
-            below_the_largest(scorer.evidence(in_some(declared_temperature(1.2))(rollouts))),
-            -6.0,
-        ),
-        (
-            "softcap: no single slope",
-            "nats below the likeliest id, policy",
-            below_the_largest(capped.evidence(rollouts)),
-            -6.0,
-        ),
-        (
-            "full_logprobs_stored: a gap",
-            "logprob over the support, policy",
-            as_they_are(scorer.evidence(in_some(full_stored_for_every_id)(rollouts))),
-            -6.0,
-        ),
-    ]
+    cases = {case.name: case for case in CASES}
+    height = TOP + -(-len(PANELS) // ACROSS) * (SIDE + 58)
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + SIDE + 44}" '
-        'font-family="sans-serif" font-size="12" fill="#333">',
-        f'<rect width="{WIDTH}" height="{TOP + SIDE + 44}" fill="white"/>',
-        '<text x="20" y="24" font-size="15">Ids of supports: the engine (up) against the policy'
-        "</text>",
-        '<text x="20" y="42">SmolLM2-135M, seeded faults; on the line both sides agree</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="11" fill="#333">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        '<text x="20" y="24" font-size="15">Ids of supports: the engine (up) against the policy, '
+        "in nats</text>",
+        '<text x="20" y="42">SmolLM2-135M, seeded faults; on the line both sides agree. Slopes are '
+        "drawn below the likeliest id.</text>",
     ]
-    for i, (title, axis, (x, y), low) in enumerate(panels):
-        drawn += panel(title, axis, x, y, LEFT + i * (SIDE + 44), low)
+    for i, (name, look, view) in enumerate(PANELS):
+        case = cases[name]
+        asked = scorer if case.policy is None else scorer.with_policy(case.policy(scorer.policy))
+        x, y = view(asked.evidence(case.inject(rollouts)))
+        left, top = LEFT + i % ACROSS * (SIDE + 48), TOP + i // ACROSS * (SIDE + 58)
+        drawn += panel(case.code, look, x, y, left, top)
     IMAGE.write_text("\n".join([*drawn, "</svg>"]) + "\n")
 
 
