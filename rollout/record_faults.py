@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollout.diagnosis import SUPERSEDES, Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.rules import Fault, find_faults
+from rollout.rules import Fault, count_tokens, find_faults
 from rollout.self_check import UNKNOWN, EngineCheck, SelfCheck
 from rollout.whole_file_faults import FullStored, Group, Implausible, Padded, Shifted
 
@@ -142,7 +142,7 @@ class _BrokenRules:
 def _broken_rule(code: str, found: Mapping[int, Sequence[Fault]], group: Group) -> Diagnosis:
     numbers = sorted(found)
     scope = group.scope(numbers)
-    count = sum(len(fault.positions) for faults in found.values() for fault in faults)
+    count = sum(map(count_tokens, found.values()))
     first = f"{group.ids[numbers[0]]}: {found[numbers[0]][0].message}"
     return Diagnosis(
         code,

@@ -206,14 +206,29 @@ def test_fail_on_sets_a_gate_over_config_and_override(replayed: Replayed) -> Non
     assert replayed(*limits, "-o", "gates.mismatch_kl=0.1").exit_code == 0
 
 
+ON_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+ON_CPU = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        pytest.param(ON_GPU, "CUDA out of memory. Tried to allocate 2.00 GiB", id="GPU"),
+        pytest.param(ON_CPU, "DefaultCPUAllocator: can't allocate memory: you tried", id="CPU"),
+        pytest.param(MemoryError("Unable to allocate 7 PiB"), "Unable to allocate 7", id="NumPy"),
+    ],
+)
 @pytest.mark.parametrize("place", ["load_model", "hidden"])
 def test_too_little_memory_is_no_verdict(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, place: str
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, words: str
 ) -> None:
     """It would end with 1, which says inconsistent."""
 
     def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
+        raise error
 
     def without_checks(policy: Policy, *_: object) -> None:
         pass
@@ -229,10 +244,33 @@ def test_too_little_memory_is_no_verdict(
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     advice = {
-        "load_model": "in float32 on cpu: CUDA out of memory. Tried to allocate 2.00 GiB; --dtype",
+        "load_model": "in float32 on cpu: " + words,
         "hidden": "replay fewer tokens at once: -o max_tokens=13",
     }
     assert advice[place] in line
+    assert words in line
+
+
+def test_too_little_memory_anywhere_else_is_no_verdict_either(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 7 PiB")
+
+    monkeypatch.setattr("replay.job.render_page", full)
+    result = replayed()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Error: too little memory: Unable to allocate 7 PiB" in result.stderr
+
+
+def test_other_errors_of_torch_keep_their_traceback(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr("rollout.engines.hf.load_model", broken)
+    assert isinstance(replayed().exception, RuntimeError)
 
 
 def test_json_and_markdown_together_are_refused(replayed: Replayed) -> None:
@@ -322,7 +360,7 @@ def test_a_rollout_with_an_id_outside_the_vocabulary_is_shown_token_by_token(
             writer.write(rollout)
     config = ReplayConfig(dtype="float32")
     report, folder = replay_run(tmp_path / "run", str(tiny_model_path), config)
-    assert {f.code: f.count for f in report.findings} == {"id_outside_vocabulary": 2}
+    assert {f.code: f.count for f in report.findings} == {"id_outside_vocabulary": 1}
     html = (folder / "report.html").read_text()
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     assert found
@@ -340,6 +378,18 @@ def test_counts_must_be_equal_and_fractions_nearly() -> None:
     found = compare(a, b, rtol=0.01, atol=0)
     assert [d.key for d in found.numbers] == ["count", "only_a"]
     assert [d.key for d in compare(a, b, rtol=0.001).numbers] == ["count", "mean", "only_a"]
+
+
+def test_one_cause_in_two_places_is_not_the_same_as_in_one(tmp_path: Path) -> None:
+    sides = []
+    for places in (["at a"], ["at a", "at b"]):
+        diagnoses = [{"code": "penalty", "scope": {"where": where}} for where in places]
+        file = tmp_path / str(len(places)) / "summary.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({"verdict": "inconsistent", "diagnoses": diagnoses}))
+        sides.append(load_side(file))
+    (found,) = compare(*sides).numbers
+    assert (found.key, found.a, found.b) == ("diagnoses.penalty", "at a", "at a; at b")
 
 
 def test_what_is_neither_run_nor_report_is_refused(tmp_path: Path, stored: Path) -> None:
