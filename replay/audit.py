@@ -81,8 +81,8 @@ def measured_semantics(engine: EngineCheck, rollout: Rollout) -> Semantics:
     Some engines have another order with min_p.
     """
     declared = recorded_semantics(rollout)
-    order = engine.min_p_filter_order if rollout.min_p > 0 else engine.filter_order
-    order = order if order in FILTER_ORDERS else declared.filter_order
+    seen = engine.min_p_filter_order if rollout.min_p > 0 else engine.filter_order
+    order = seen if seen in FILTER_ORDERS else declared.filter_order
     ties = engine.tie_policy if engine.tie_policy in TIE_POLICIES else declared.tie_policy
     return Semantics(order, ties)
 

@@ -137,7 +137,7 @@ def with_reports(a: Side, b: Side, path_a: Path, path_b: Path) -> tuple[Side, Si
         Side(
             name=f"{side.name} (report {report.name})",
             settings=side.settings | _prefixed("report", found.settings),
-            numbers=side.numbers | _prefixed("report", found.numbers),
+            numbers=side.numbers | _prefixed("report", _without_engine(found.numbers)),
             tokens=found.tokens,
             kind=side.kind,
         )
@@ -193,6 +193,11 @@ def _flat(value: Mapping[str, Any], before: str = "") -> Flat:
         else:
             flat[f"{before}{key}"] = entry
     return flat
+
+
+def _without_engine(numbers: Flat) -> Flat:
+    """What a run says of its engine, its report repeats."""
+    return {key: value for key, value in numbers.items() if not key.startswith("engine_check.")}
 
 
 def _prefixed(name: str, flat: Flat) -> Flat:

@@ -13,14 +13,13 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-import torch
 from builders import make_rollout
 from click.testing import CliRunner, Result
 from pages import synthetic
 
 from cli.fail_on import FailOn
 from cli.main import cli
-from replay import GatesConfig, Policy, ReplayConfig, make_report, replay_run
+from replay import GatesConfig, ReplayConfig, make_report, replay_run
 from replay.markdown import markdown
 from replay.metrics import trainer_metrics
 from replay.verify import Finding
@@ -204,73 +203,6 @@ def test_replay_that_never_fails_still_tells(replayed: Replayed) -> None:
 def test_fail_on_sets_a_gate_over_config_and_override(replayed: Replayed) -> None:
     limits = ["--fail-on=gates", *(f"--fail-on={gate}=1000" for gate in GATES)]
     assert replayed(*limits, "-o", "gates.mismatch_kl=0.1").exit_code == 0
-
-
-ON_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
-ON_CPU = RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-    "tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        pytest.param(ON_GPU, "CUDA out of memory. Tried to allocate 2.00 GiB", id="GPU"),
-        pytest.param(ON_CPU, "DefaultCPUAllocator: can't allocate memory: you tried", id="CPU"),
-        pytest.param(MemoryError("Unable to allocate 7 PiB"), "Unable to allocate 7", id="NumPy"),
-    ],
-)
-@pytest.mark.parametrize("place", ["load_model", "hidden"])
-def test_too_little_memory_is_no_verdict(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, words: str
-) -> None:
-    """It would end with 1, which says inconsistent."""
-
-    def full(*_: object, **__: object) -> None:
-        raise error
-
-    def without_checks(policy: Policy, *_: object) -> None:
-        pass
-
-    if place == "load_model":
-        monkeypatch.setattr("rollout.engines.hf.load_model", full)
-    else:
-        monkeypatch.setattr("replay.policy._check_head", without_checks)
-        monkeypatch.setattr("replay.policy._check_packing", without_checks)
-        monkeypatch.setattr(Policy, "hidden", full)
-    result = replayed()
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    advice = {
-        "load_model": "in float32 on cpu: " + words,
-        "hidden": "replay fewer tokens at once: -o max_tokens=13",
-    }
-    assert advice[place] in line
-    assert words in line
-
-
-def test_too_little_memory_anywhere_else_is_no_verdict_either(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise MemoryError("Unable to allocate 7 PiB")
-
-    monkeypatch.setattr("replay.job.render_page", full)
-    result = replayed()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "Error: too little memory: Unable to allocate 7 PiB" in result.stderr
-
-
-def test_other_errors_of_torch_keep_their_traceback(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    monkeypatch.setattr("rollout.engines.hf.load_model", broken)
-    assert isinstance(replayed().exception, RuntimeError)
 
 
 def test_json_and_markdown_together_are_refused(replayed: Replayed) -> None:
