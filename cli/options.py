@@ -21,6 +21,7 @@ from rollout.errors import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
+TOO_LITTLE_MEMORY = 2
 INTERRUPTED = 130
 
 json_option = click.option(
@@ -59,6 +60,9 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except RolloutError as error:
             click.echo(f"Error: {error}", err=True)
             raise click.exceptions.Exit(exit_code(error)) from error
+        except MemoryError as error:  # a traceback would end with 1, which is a verdict
+            click.echo(f"Error: too little memory: {error}", err=True)
+            raise click.exceptions.Exit(TOO_LITTLE_MEMORY) from error
         except KeyboardInterrupt:
             click.echo("interrupted; what was committed is kept", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None

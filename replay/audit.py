@@ -78,12 +78,11 @@ def recorded_semantics(rollout: Rollout) -> Semantics:
 def measured_semantics(engine: EngineCheck, rollout: Rollout) -> Semantics:
     """What the engine's own numbers say, where they do, before what `engine_meta` says.
 
-    They say nothing of min_p, with which some engines change the order.
+    Some engines have another order with min_p.
     """
     declared = recorded_semantics(rollout)
-    if rollout.min_p > 0:
-        return declared
-    order = engine.filter_order if engine.filter_order in FILTER_ORDERS else declared.filter_order
+    seen = engine.min_p_filter_order if rollout.min_p > 0 else engine.filter_order
+    order = seen if seen in FILTER_ORDERS else declared.filter_order
     ties = engine.tie_policy if engine.tie_policy in TIE_POLICIES else declared.tie_policy
     return Semantics(order, ties)
 

@@ -38,8 +38,8 @@ class WorstRow:
     top_p: float
     min_p: float
     expected_size: int | None  # of what the trainer's sampler keeps; None where ids were excluded
-    extra: tuple[OddId, ...]  # absentees: in the support, and the trainer's sampler drops them
-    missing: tuple[OddId, ...]  # intruders: the trainer's sampler keeps them
+    extra: tuple[OddId, ...]  # intruders: in the support, and the trainer's sampler drops them
+    missing: tuple[OddId, ...]  # absentees: the trainer's sampler keeps them
     repair_fingerprint: bool  # explained once the drawn token is left out: it was added afterwards
 
     def as_dict(self) -> dict[str, Any]:

@@ -138,13 +138,13 @@ def _of(e: Evidence, best: Explanation, all_of_them: Sequence[Explanation]) -> D
 
 
 def _unexplained(e: Evidence, rest: Explanation) -> Diagnosis:
-    stale = rest.scope.kind in ("version", "tail")
+    more = {"tail": " (stale ones, from that point on)", "version": " (those of another version)"}
     return Diagnosis(
         code="other_weights",
         scope=rest.scope.as_dict(),
         sentence=f"{rest.scope.where}, the engine and the policy differ {rest.left:.1f} times as "
         "much as two precisions of the policy's head do, and no other cause explains it: they "
-        f"have other weights{' (stale ones, from that point on)' if stale else ''}.",
+        f"have other weights{more.get(rest.scope.kind, '')}.",
         evidence={
             "tokens": rest.tokens,
             "over_noise_floor": round(rest.left, 2),

@@ -15,12 +15,22 @@ LESS_EACH = "--dtype bfloat16 takes half of float32, --device cpu takes the mach
 
 @contextmanager
 def memory_for(what: str, advice: str) -> Iterator[None]:
-    """Within it, raise `PolicyOutOfMemory` for torch's own error."""
+    """Within it, raise `PolicyOutOfMemory` for the errors of torch and of numpy."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        said = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # then come figures and a link
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("err == 0. ")[2] or str(error)  # on a CPU: a place in C++ first
+        said = ". ".join(said.split(". ")[:2]).rstrip(".")  # then come figures and a link
         raise PolicyOutOfMemory(f"{what}: {said}; {advice}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine had too little; torch has no class of its own for a CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
 
 
 def advice_for(batch: PackedBatch, max_tokens: int) -> str:

@@ -29,7 +29,7 @@ from replay.support_plan import plan
 from replay.tokens import OK, Floats, TokenTable, recorded
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
-from rollout.rules import Fault, find_faults
+from rollout.rules import Fault, count_tokens, find_faults
 from rollout.self_check import EngineCheck, check_engine
 
 OnScores = Callable[[Sequence[Rollout], TokenTable, Floats], None]
@@ -265,16 +265,13 @@ def _no_numbers(tokens: TokenTable, start: int) -> list[Finding]:
 
 
 def _findings(rollouts: list[Rollout], faults: dict[str, list[Fault]]) -> list[Finding]:
-    by_code: dict[str, list[tuple[Rollout, Fault]]] = {}
+    by_code: dict[str, dict[str, list[Fault]]] = {}
     for rollout in rollouts:
         for fault in faults[rollout.rollout_id]:
-            by_code.setdefault(fault.code, []).append((rollout, fault))
-    return [
-        Finding(
-            code=code,
-            count=sum(len(fault.positions) for _, fault in found),
-            rollouts=len({rollout.rollout_id for rollout, _ in found}),
-            first=f"{found[0][0].rollout_id}: {found[0][1].message}",
-        )
-        for code, found in by_code.items()
-    ]
+            by_code.setdefault(fault.code, {}).setdefault(rollout.rollout_id, []).append(fault)
+    findings = []
+    for code, found in by_code.items():
+        rollout_id, (first, *_) = next(iter(found.items()))
+        count = sum(map(count_tokens, found.values()))
+        findings.append(Finding(code, count, len(found), f"{rollout_id}: {first.message}"))
+    return findings

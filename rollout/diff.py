@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def with_reports(a: Side, b: Side, path_a: Path, path_b: Path) -> tuple[Side, Si
         Side(
             name=f"{side.name} (report {report.name})",
             settings=side.settings | _prefixed("report", found.settings),
-            numbers=side.numbers | _prefixed("report", found.numbers),
+            numbers=side.numbers | _prefixed("report", _without_engine(found.numbers)),
             tokens=found.tokens,
             kind=side.kind,
         )
@@ -164,11 +164,18 @@ def _report(path: Path) -> Side:
     # rows near a border change class with the last bit of a logit; the share that counts does not
     audit = numbers.pop("audit", None) or {}
     numbers["audit"] = {k: v for k, v in audit.items() if k == "inconsistent_at_least"}
-    for name in ("findings", "diagnoses"):
-        entries = numbers.pop(name, None) or []
-        numbers[name] = {entry["code"]: entry.get("count", 1) for entry in entries}
+    numbers["findings"] = {f["code"]: f["count"] for f in numbers.pop("findings", None) or ()}
+    numbers["diagnoses"] = _by_code(numbers.pop("diagnoses", None) or ())
     tokens = path.parent / TOKENS_FILE
     return Side(str(path.parent), settings, _flat(numbers), tokens if tokens.is_file() else None)
+
+
+def _by_code(diagnoses: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Where each cause is, in words: one code may be in several places."""
+    places: dict[str, list[str]] = {}
+    for entry in diagnoses:
+        places.setdefault(entry["code"], []).append(entry["scope"]["where"])
+    return {code: "; ".join(sorted(where)) for code, where in places.items()}
 
 
 def _run(path: Path) -> Side:
@@ -186,6 +193,11 @@ def _flat(value: Mapping[str, Any], before: str = "") -> Flat:
         else:
             flat[f"{before}{key}"] = entry
     return flat
+
+
+def _without_engine(numbers: Flat) -> Flat:
+    """What a run says of its engine, its report repeats."""
+    return {key: value for key, value in numbers.items() if not key.startswith("engine_check.")}
 
 
 def _prefixed(name: str, flat: Flat) -> Flat:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rollout.diagnosis import SUPERSEDES, Diagnosis, without_consequences
 from rollout.record import Rollout
-from rollout.rules import Fault, find_faults
+from rollout.rules import Fault, count_tokens, find_faults
 from rollout.self_check import UNKNOWN, EngineCheck, SelfCheck
 from rollout.whole_file_faults import FullStored, Group, Implausible, Padded, Shifted
+from rollout.words import number_of
 
 ADVICE = {
     "duplicate_ids": "deduplicate where supports are made: an id twice counts twice in the sum",
@@ -142,12 +143,13 @@ class _BrokenRules:
 def _broken_rule(code: str, found: Mapping[int, Sequence[Fault]], group: Group) -> Diagnosis:
     numbers = sorted(found)
     scope = group.scope(numbers)
-    count = sum(len(fault.positions) for faults in found.values() for fault in faults)
+    count = sum(map(count_tokens, found.values()))
+    words = f"{number_of(count, 'token')} break{'s' * (count == 1)}"
     first = f"{group.ids[numbers[0]]}: {found[numbers[0]][0].message}"
     return Diagnosis(
         code,
         scope,
-        f"{scope['where']}: {count} tokens break the rule {code}; first {first}.",
+        f"{scope['where']}: {words} the rule {code}; first {first}.",
         {"tokens": count},
         ADVICE.get(code, "see the rule in docs/format.md"),
         rollouts=frozenset(group.ids[n] for n in numbers),

@@ -8,7 +8,7 @@ by replay, which reports them as findings: a shard may come from somebody else's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,12 @@ class Fault(NamedTuple):
     @property
     def code(self) -> str:
         return self.error.code
+
+
+def count_tokens(faults: Iterable[Fault]) -> int:
+    """Tokens of one rollout with any of `faults`: an id in the output and in its support is one."""
+    positions = [fault.positions for fault in faults]
+    return len(np.unique(np.concatenate(positions))) if positions else 0
 
 
 def check_content(rollout: Rollout, vocab_size: int | None = None) -> None:

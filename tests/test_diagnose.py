@@ -179,6 +179,7 @@ def test_stale_weights_are_named_by_their_version(logits: Array) -> None:
     dated = tuple(replace(r, weight_versions=spans) for r in rollouts)
     got = diagnose(replace(evidence, rollouts=dated), dated)[0]
     assert (got.code, got.scope["kind"], got.scope["version"]) == ("other_weights", "version", "v1")
+    assert "other weights (those of another version)" in got.sentence
 
 
 def test_from_a_token_on(logits: Array) -> None:
@@ -186,6 +187,7 @@ def test_from_a_token_on(logits: Array) -> None:
     wild[:, :16] = 0
     got = first(play(logits, lambda z: z + wild))
     assert (got.code, got.scope["kind"], got.scope["from_token"]) == ("other_weights", "tail", 16)
+    assert "other weights (stale ones, from that point on)" in got.sentence
 
 
 def test_an_endpoint_of_its_own(logits: Array) -> None:

@@ -11,6 +11,7 @@ import pytest
 from builders import make_prompt
 from fault_injector import declared_order
 
+from replay.audit import measured_semantics
 from rollout.config import EmbeddedConfig
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.record import Rollout
@@ -84,6 +85,18 @@ def test_a_joint_run_that_claims_sequential_filters_is_found_out(
     assert (got.code, got.evidence["joint_violated"]) == ("filter_order", 0)
     small = [replace(declared_order("sequential")(r), min_p=1e-9) for r in runs[0.0]]
     assert [d.code for d in explain_record(small)] == ["filter_order"]
+
+
+def test_the_audit_filters_rollouts_with_min_p_in_their_own_order(
+    runs: dict[float, list[Rollout]],
+) -> None:
+    both = [declared_order("")(r) for r in (*runs[0.0], *runs[1e-9])]
+    engine = check_engine(both)
+    assert measured_semantics(engine, both[0]).filter_order == "joint"
+    assert measured_semantics(engine, both[-1]).filter_order == "sequential"
+    (used, *_) = runs[0.05]
+    told = measured_semantics(check_engine(runs[0.05]), used).filter_order
+    assert told == "sequential", "where the numbers do not tell, engine_meta does"
 
 
 def test_what_min_p_may_have_cut_proves_nothing(runs: dict[float, list[Rollout]]) -> None:

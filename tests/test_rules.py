@@ -10,7 +10,8 @@ from builders import make_rollout
 
 from rollout import errors
 from rollout.record import WeightSpan
-from rollout.rules import check_content, check_format, find_faults
+from rollout.record_faults import explain_record
+from rollout.rules import check_content, check_format, count_tokens, find_faults
 from rollout.support import Support
 
 
@@ -179,6 +180,20 @@ def test_without_a_vocabulary_only_negative_ids_are_outside() -> None:
     rollout = make_rollout(prompt_ids=np.array([1, 2_000_000_000], np.int32))
     assert find_faults(rollout) == []
     assert find_faults(rollout, 10)[0].positions.tolist() == [-1]
+
+
+def test_a_token_that_breaks_a_rule_twice_is_counted_once() -> None:
+    """-9 is sampled first and in its support, -1 is in the prompt."""
+    rollout = make_rollout(
+        prompt_ids=np.array([1, -1], np.int32),
+        output_ids=np.array([-9, 8, 2], np.int32),
+        support=Support.from_rows([[5, -9], [], [2]]),
+    )
+    faults = find_faults(rollout)
+    assert [f.positions.tolist() for f in faults] == [[-1], [0], [0]]
+    assert count_tokens(faults) == 2
+    (told,) = explain_record([rollout])
+    assert (told.code, told.evidence) == ("id_outside_vocabulary", {"tokens": 2})
 
 
 def test_an_aborted_rollout_has_an_id_of_its_own() -> None:
