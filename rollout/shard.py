@@ -192,29 +192,31 @@ def _read(path: Path) -> Content:
                 batch.validate(full=True)
                 batches.append(batch)
             end = file.tell()
-            file.seek(max(0, end - len(END_OF_STREAM)))
-            is_marked = file.read(len(END_OF_STREAM)) == END_OF_STREAM
         except pa.ArrowMemoryError:
             raise  # too little memory says nothing about the shard
+        except EOFError as error:  # a cut between two batches
+            raise ShardDamaged(
+                f"{path}: no end-of-stream marker, so it breaks off; {_CHANGED}"
+            ) from error
         except (pa.ArrowException, OSError) as error:
             raise ShardDamaged(
                 f"{path}: the stream breaks off or holds impossible values ({error}); {_CHANGED}"
             ) from error
-        if not is_marked:
-            # Arrow takes the end of a file for the end of a stream: a cut between two batches
-            raise ShardDamaged(f"{path}: no end-of-stream marker, so it breaks off; {_CHANGED}")
         return Content(shard_schema, batches, end)
 
 
 def _read_schema(file: Any, path: Path) -> pa.Schema:
+    no_schema = f"{path}: not an Arrow IPC stream (no schema)"
     try:
         message = _next_message(file)
         if message is None:
-            raise ShardDamaged(f"{path}: not an Arrow IPC stream (no schema)")
+            raise ShardDamaged(no_schema)
         shard_schema = pa.ipc.read_schema(message)
         check_schema(shard_schema, str(path))
     except pa.ArrowMemoryError:
         raise
+    except EOFError as error:
+        raise ShardDamaged(no_schema) from error
     except (pa.ArrowException, OSError) as error:
         file.seek(0)
         if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
@@ -229,11 +231,16 @@ def _read_schema(file: Any, path: Path) -> pa.Schema:
 
 
 def _next_message(file: Any) -> Any:
-    """The message that `file` stands at; None at the end-of-stream marker or the file's end."""
-    try:
-        return pa.ipc.read_message(file)
-    except EOFError:
+    """The message that `file` stands at; None at the end-of-stream marker, which is passed.
+
+    The marker is looked at once: a commit may put a batch in its place at any moment. `EOFError` at
+    the end of the file, which Arrow alone takes for the end of the stream.
+    """
+    start = file.tell()
+    if file.read(len(END_OF_STREAM)) == END_OF_STREAM:
         return None
+    file.seek(start)
+    return pa.ipc.read_message(file)
 
 
 def _lost(path: Path) -> ShardDamaged:

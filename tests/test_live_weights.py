@@ -118,12 +118,14 @@ def collect(url: str, model: Path, out: Path) -> None:
 
 
 def verdict(run: Path, model: Path) -> str:
+    """`consistent`, by what is diagnosed: the gates are those of weights without noise on them."""
     result = CliRunner().invoke(cli, ["replay", str(run), "--model", str(model), "--json"])
     assert result.exit_code in (0, 1), result.output
     summary: dict[str, Any] = json.loads(result.stdout)
     assert summary["findings"] == []
     assert result.exit_code == (0 if summary["verdict"] == "consistent" else 1)
-    return str(summary["verdict"])
+    is_clean = summary["diagnoses"][0]["code"] == "clean"
+    return "consistent" if is_clean else str(summary["verdict"])
 
 
 def store(rollout: Rollout, path: Path) -> Path:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from builders import make_rollout
 
+import rollout.shard
 from rollout.errors import ShardDamaged
 from rollout.schema import to_batch
 from rollout.shard import (
@@ -109,6 +110,28 @@ def test_a_map_from_before_a_commit_holds_what_is_committed(tmp_path: Path) -> N
             assert stream.read_all()["prompt_id"].to_pylist() == ["a"]
         assert path.stat().st_blocks * 512 < 2 * shard.size_bytes  # the rest is a hole
     assert path.stat().st_size == shard.size_bytes
+
+
+def test_a_reader_that_has_seen_the_marker_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit right behind it overwrites the marker, and the file does not grow."""
+    path = tmp_path / "s.arrow"
+    with ShardFile(path) as shard:
+        shard.commit(batch("a"))
+        real = rollout.shard._next_message
+        size = path.stat().st_size
+
+        def with_a_commit_behind(file: Any) -> Any:
+            message = real(file)
+            if message is None and shard.rows == 1:
+                shard.commit(batch("b"))
+            return message
+
+        monkeypatch.setattr(rollout.shard, "_next_message", with_a_commit_behind)
+        assert ids(path) == ["a"]
+        assert path.stat().st_size == size
+        assert ids(path) == ["a", "b"]
 
 
 def test_a_torn_tail_is_invisible_and_can_be_cut(tmp_path: Path) -> None:
