@@ -83,6 +83,7 @@ def test_reading_thousands_of_shards_holds_one_at_a_time(
     assert mapped_shards(many_shards) == 0
 
 
+@pytest.mark.stress
 @linux
 def test_continuing_a_run_of_thousands_of_shards(many_shards: Path, few_descriptors: None) -> None:
     before = open_descriptors()

@@ -117,6 +117,7 @@ def test_workers_share_the_batches_and_keep_their_order(number: int, path: Path)
     assert len(workers(made, number)) == len(got)
 
 
+@pytest.mark.stress
 def test_workers_of_a_new_process_map_the_shards_themselves(path: Path) -> None:
     made = batches(open_run(path).where(lambda r: True), 7)  # a condition that no pickle holds
     got = list(workers(made, 1, multiprocessing_context="spawn"))
@@ -131,7 +132,15 @@ def test_what_is_pickled_holds_no_column(path: Path) -> None:
     assert [contents(batch) for batch in pickle.loads(pickle.dumps(made))] == wanted
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0, 2),
+        (2, 0),
+        pytest.param(2, 3, marks=pytest.mark.stress),
+        pytest.param(3, 2, marks=pytest.mark.stress),
+    ],
+)
 def test_a_pass_with_workers_goes_on_with_any_number_of_them(
     before: int, after: int, path: Path
 ) -> None:
