@@ -5,20 +5,18 @@ python tests/draw_causes.py MODEL      MODEL is the folder of SmolLM2-135M-Instr
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
-from builders import RECORDED, recorded_lines
+from builders import RECORDED, recorded_rollouts
 from fault_cases import CASES
 from numpy.typing import NDArray
 from scorer import Scorer
 
 from replay import Policy
 from replay.evidence import Evidence
-from rollout.adapters.sglang_jsonl import parse_line
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "causes.svg"
 WIDTH, SIDE, LEFT, TOP, POINTS = 900, 168, 46, 92, 250
@@ -81,8 +79,7 @@ def panel(code: str, look: str, x: Floats, y: Floats, left: float, top: float) -
 
 
 def main(model: Path) -> None:
-    lines = recorded_lines(RECORDED[2])
-    rollouts = [parse_line(json.dumps(line).encode(), str(i)) for i, line in enumerate(lines)]
+    rollouts = recorded_rollouts(RECORDED[2])
     scorer = Scorer(Policy.load(str(model), dtype="bfloat16", device="cpu", packed=False))
     cases = {case.name: case for case in CASES}
     height = TOP + -(-len(PANELS) // ACROSS) * (SIDE + 58)

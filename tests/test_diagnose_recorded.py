@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import RECORDED, recorded_lines
+from builders import RECORDED, recorded_rollouts
 from click.testing import CliRunner
 from fault_cases import CASES, Case
 from fault_injector import declared_temperature, in_some, without_support_logprobs
@@ -26,7 +26,6 @@ from replay import Policy
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.other_prompts import other_prompts
-from rollout.adapters.sglang_jsonl import parse_line
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
 from rollout.self_check import check_engine
@@ -34,11 +33,6 @@ from rollout.writer import RunWriter
 
 pytestmark = pytest.mark.smollm2
 RIGHT = 0.95
-
-
-def recorded(name: str) -> list[Rollout]:
-    lines = recorded_lines(name)
-    return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def test_recorded_sets_are_clean(
 ) -> None:
     scorer = scorers[dtype].with_policy(scorers[dtype].policy)
     scorer.head_dtype = getattr(torch, head_dtype)
-    rollouts = recorded(name)
+    rollouts = recorded_rollouts(name)
     for whole in (rollouts, [without_support_logprobs(r) for r in rollouts]):
         (got,) = found(scorer, whole)
         assert (got.code, got.evidence["over_noise_floor"] < 2.6) == ("clean", True)
@@ -85,7 +79,7 @@ def judged(case: Case, rollouts: list[Rollout], scorer: Scorer) -> Diagnosis:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_right_code_comes_first(name: str, scorers: dict[str, Scorer]) -> None:
-    rollouts, scorer = recorded(name), scorers["bfloat16"]
+    rollouts, scorer = recorded_rollouts(name), scorers["bfloat16"]
     got = {case.name: judged(case, rollouts, scorer) for case in CASES}
     wrong = {c.name: got[c.name].code for c in CASES if got[c.name].code != c.code}
     named = [c for c in CASES if c.kind is not None and c.name not in wrong]
@@ -126,7 +120,7 @@ def test_every_code_is_seeded_in_several_strengths_and_scopes() -> None:
 def test_no_resampled_clean_run_is_accused(scorers: dict[str, Scorer]) -> None:
     """Ten draws of whole rollouts; benchmarks/diagnosis.py makes hundreds."""
     generator = np.random.default_rng(0)
-    rollouts = recorded(RECORDED[0])
+    rollouts = recorded_rollouts(RECORDED[0])
     parts = [scorers["bfloat16"].evidence([r]) for r in rollouts]
     for _ in range(10):
         drawn = generator.integers(0, len(rollouts), len(rollouts))
@@ -149,7 +143,7 @@ def test_another_prompt_is_found_by_replaying_it(
     scorer = scorers["bfloat16"]
     rollouts = [
         replace(r, prompt_ids=np.array(change(r.prompt_ids.tolist()), np.int32))
-        for r in recorded(RECORDED[2])[::3]
+        for r in recorded_rollouts(RECORDED[2])[::3]
     ]
     got = diagnose(
         scorer.evidence(rollouts),
@@ -165,7 +159,7 @@ def test_a_named_fault_exits_1_although_every_gate_passes(
     tmp_path: Path, smollm2_path: Path
 ) -> None:
     """T off by 3 %, which no default gate sees."""
-    faulty = in_some(declared_temperature(1.03))(recorded(RECORDED[2])[::2])
+    faulty = in_some(declared_temperature(1.03))(recorded_rollouts(RECORDED[2])[::2])
     with RunWriter(tmp_path / "run", {}) as writer:
         for rollout in faulty:
             writer.write(rollout)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import RECORDED, make_rollout, recorded_lines
+from builders import RECORDED, make_rollout, recorded_rollouts
 
-from rollout.adapters.sglang_jsonl import parse_line
 from rollout.record import Rollout
 from rollout.self_check import check_engine
 from rollout.stats import run_stats
@@ -18,14 +16,9 @@ from rollout.support import Support
 from rollout.writer import RunWriter
 
 
-def recorded(name: str) -> list[Rollout]:
-    lines = recorded_lines(name)
-    return [parse_line(json.dumps(line).encode(), f"line-{i}") for i, line in enumerate(lines)]
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_three_real_engines(name: str) -> None:
-    got = check_engine(recorded(name))
+    got = check_engine(recorded_rollouts(name))
     assert got.filter_order == "joint"
     assert (got.joint_violated, got.after_temperature_violated) == (0, 0)
     assert got.tie_policy == ("keep" if "flashinfer" in name else "cut")

@@ -23,9 +23,14 @@ class Learner:
         self._masters = [p.detach().float() for p in self._model.parameters()]
         self._adam = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
 
-    def logprobs(self, batch: PackedBatch, *, over_supports: bool) -> tuple[Tensor, Tensor]:
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """[T, D] What predicts each target."""
+        return self.policy.forward(batch.input_ids, batch.position_ids)[batch.hidden_rows]
+
+    def logprobs(
+        self, hidden: Tensor, batch: PackedBatch, *, over_supports: bool
+    ) -> tuple[Tensor, Tensor]:
         """[T], [T] Logprob of each target and entropy: over its recorded support, or over all."""
-        hidden = self.policy.forward(batch.input_ids, batch.position_ids)[batch.hidden_rows]
         args, t = (hidden, self.policy.weight, batch.targets), batch.temperature
         if not over_supports:
             return score_full(*args, temperature=t)[:2]

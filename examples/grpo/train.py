@@ -134,9 +134,12 @@ def measured(s: Settings, learner: Learner, source: Iterable[PackedBatch]) -> Nu
     log_ratios, entropies = [], []
     for batch in source:
         b = batch.to(s.device)
-        logprobs, _ = learner.logprobs(b, over_supports=s.arm == "supports")
+        hidden = learner.hidden(b)
+        logprobs, entropy = learner.logprobs(hidden, b, over_supports=False)
+        if s.arm == "supports":
+            logprobs, _ = learner.logprobs(hidden, b, over_supports=True)
         log_ratios.append(logprobs - b.sampling_logprobs)
-        entropies.append(learner.logprobs(b, over_supports=False)[1])
+        entropies.append(entropy)
     log_ratio = torch.cat(log_ratios)
     ratio = log_ratio.exp()
     return {
@@ -150,12 +153,15 @@ def measured(s: Settings, learner: Learner, source: Iterable[PackedBatch]) -> Nu
 
 def advantages(reward: Numbers) -> Numbers:
     """Rewards relative to those of the same prompt (GRPO, arXiv:2402.03300)."""
-    groups = defaultdict(list)
+    groups: dict[str, Numbers] = defaultdict(dict)
     for rollout_id, value in reward.items():
-        groups[rollout_id.split(":")[0]].append(value)
-    of = {prompt_id: (np.mean(group), np.std(group) + 1e-6) for prompt_id, group in groups.items()}
-    centred = {i: (value, *of[i.split(":")[0]]) for i, value in reward.items()}
-    return {i: (value - mean) / spread for i, (value, mean, spread) in centred.items()}
+        groups[rollout_id.split(":")[0]][rollout_id] = value
+    centred: Numbers = {}
+    for group in groups.values():
+        values = [*group.values()]
+        mean, spread = np.mean(values), np.std(values) + 1e-6
+        centred |= {i: float((value - mean) / spread) for i, value in group.items()}
+    return centred
 
 
 def update(
@@ -169,7 +175,8 @@ def update(
         if batch is None:
             return {"share_clipped": float(torch.cat(beyond).float().mean())}
         b = batch.to(s.device, non_blocking=True)
-        logprobs, _ = learner.logprobs(b, over_supports=s.arm == "supports")
+        hidden = learner.hidden(b)
+        logprobs, _ = learner.logprobs(hidden, b, over_supports=s.arm == "supports")
         counted = losses.scored(b.loss_mask, logprobs)
         log_ratio = losses.log_ratio(logprobs, b.sampling_logprobs, counted)
         of_rollout = torch.tensor([advantage[i] for i in b.rollout_ids]).to(logprobs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -10,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.errors import IdOutsideVocabulary
 from rollout.prompts import Prompt
 from rollout.record import Rollout, WeightSpan, make_rollout_id
 from rollout.sampling import SamplingParams, canonical_json
@@ -126,3 +129,22 @@ class Engine(Protocol):
     async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         """Sample one sequence after `prompt`, which has at least one token."""
         ...
+
+
+@asynccontextmanager
+async def left_on_error(entered: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+    """For `__aenter__`: leaves `entered` where the block raises, so that it holds nothing open."""
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(entered.__aexit__, None, None, None)
+        yield
+        undo.pop_all()
+
+
+def check_prompt_ids(prompt: Prompt, vocab_size: int, why: str = "") -> None:
+    """Raise `IdOutsideVocabulary` for a prompt that must not be sent, with `why` not."""
+    outside = (prompt.ids < 0) | (prompt.ids >= vocab_size)
+    if outside.any():
+        raise IdOutsideVocabulary(
+            f"prompt id {prompt.ids[outside][0]} is outside the vocabulary of {vocab_size}; "
+            f"not sent{why}"
+        )

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engines.base import Completion, Engine, EngineInfo
+from rollout.engines.base import Completion, Engine, EngineInfo, left_on_error
 from rollout.errors import (
     ConfigError,
     EngineBusy,
@@ -100,14 +100,11 @@ class EnginePool:
 
     async def __aenter__(self) -> Self:
         """Enter every endpoint; one that is not there is an error now, not in the night."""
-        try:
+        async with left_on_error(self):
             for endpoint in self._endpoints:
                 await endpoint.engine.__aenter__()
                 endpoint.entered = True
             self._check_same_model()
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
         return self
 
     async def __aexit__(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from builders import make_rollout, recorded_lines
+import pytest
+from builders import make_rollout, recorded_rollouts
 
-from rollout.adapters.sglang_jsonl import parse_line
+from rollout import errors
 from rollout.record import Rollout, WeightSpan
 from rollout.support import Support
 
@@ -65,12 +65,31 @@ def empty(**changes: Any) -> Rollout:
     )
 
 
+REFUSED = (
+    pytest.param([], errors.ConfigError, "at least one rollout", id="none"),
+    pytest.param(
+        [scored(), longer(temperature=1.0)], errors.NotExpressible, "temperature", id="temperature"
+    ),
+    pytest.param(
+        [scored(loss_mask=np.array([1, 1, 1], np.int8))],
+        errors.MissingSupport,
+        "output token 1",
+        id="trained and forced",
+    ),
+    pytest.param(
+        [scored(output_ids=np.array([7, 8, 2], np.int32))],
+        errors.SampledOutsideSupport,
+        "sampled id 7",
+        id="outside",
+    ),
+)
+"""Rollouts that no batch layout takes: with the error and its words, for `parametrize`."""
+
+
 def recorded(name: str) -> list[list[Rollout]]:
     """A recorded set as a batch for each of its temperatures; rewards are what float32 holds."""
-    lines = [json.dumps(line).encode() for line in recorded_lines(name)]
-    parsed = [parse_line(line, f"line-{i:06d}") for i, line in enumerate(lines)]
     batches: dict[float, list[Rollout]] = {}
-    for i, rollout in enumerate(parsed):
+    for i, rollout in enumerate(recorded_rollouts(name)):
         batches.setdefault(rollout.temperature, []).append(replace(rollout, reward=i / 4))
     return list(batches.values())
 

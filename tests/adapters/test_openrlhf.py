@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters.layouts import assert_holds, empty, longer, multi_turn, recorded, scored
+from adapters.layouts import REFUSED, assert_holds, empty, longer, multi_turn, recorded, scored
 from builders import RECORDED
 
 from rollout import errors
@@ -127,7 +127,7 @@ def test_a_file_without_rewards_comes_with_a_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rollouts", "error", "words"),
     [
-        pytest.param([], errors.ConfigError, "at least one rollout", id="none"),
+        *REFUSED,
         pytest.param(
             [scored(rollout_id="7:0#abort0", finish_reason="abort")],
             errors.NotExpressible,
@@ -136,24 +136,6 @@ def test_a_file_without_rewards_comes_with_a_note(tmp_path: Path) -> None:
         ),
         pytest.param(
             [scored(), longer(reward=None)], errors.NotExpressible, "7:1: must have a", id="reward"
-        ),
-        pytest.param(
-            [scored(), longer(temperature=1.0)],
-            errors.NotExpressible,
-            "temperature",
-            id="temperature",
-        ),
-        pytest.param(
-            [scored(loss_mask=np.array([1, 1, 1], np.int8))],
-            errors.MissingSupport,
-            "output token 1",
-            id="trained and forced",
-        ),
-        pytest.param(
-            [scored(output_ids=np.array([7, 8, 2], np.int32))],
-            errors.SampledOutsideSupport,
-            "sampled id 7",
-            id="outside",
         ),
     ],
 )

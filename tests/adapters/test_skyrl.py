@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters.layouts import empty, longer, multi_turn, recorded, scored
+from adapters.layouts import REFUSED, empty, longer, multi_turn, recorded, scored
 from builders import RECORDED, assert_same_rollout
 
 from rollout import errors
@@ -92,30 +92,12 @@ def test_a_file_whose_supports_are_no_tensors_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rollouts", "error", "words"),
     [
-        pytest.param([], errors.ConfigError, "at least one rollout", id="none"),
+        *REFUSED,
         pytest.param([scored(reward=None)], errors.NotExpressible, "have a reward", id="reward"),
         pytest.param(
             [scored(reward=float("nan"))], errors.NotExpressible, "must be finite", id="nan"
         ),
-        pytest.param(
-            [scored(), longer(temperature=1.0)],
-            errors.NotExpressible,
-            "temperature",
-            id="temperature",
-        ),
         pytest.param([empty()], errors.NotExpressible, "must have an output token", id="no output"),
-        pytest.param(
-            [scored(loss_mask=np.array([1, 1, 1], np.int8))],
-            errors.MissingSupport,
-            "output token 1",
-            id="trained and forced",
-        ),
-        pytest.param(
-            [scored(output_ids=np.array([7, 8, 2], np.int32))],
-            errors.SampledOutsideSupport,
-            "sampled id 7",
-            id="outside",
-        ),
     ],
 )
 def test_what_skyrl_cannot_be_told_is_refused(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters.layouts import assert_holds, empty, longer, multi_turn, recorded, scored
+from adapters.layouts import REFUSED, assert_holds, empty, longer, multi_turn, recorded, scored
 from builders import RECORDED
 
 from rollout import errors
@@ -73,26 +73,8 @@ def test_a_file_is_json_with_the_rollouts_of_a_prompt_together(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("rollouts", "error", "words"),
     [
-        pytest.param([], errors.ConfigError, "at least one rollout", id="none"),
+        *REFUSED,
         pytest.param([empty()], errors.NotExpressible, "must have an output token", id="no output"),
-        pytest.param(
-            [scored(), longer(temperature=1.0)],
-            errors.NotExpressible,
-            "temperature",
-            id="temperature",
-        ),
-        pytest.param(
-            [scored(loss_mask=np.array([1, 1, 1], np.int8))],
-            errors.MissingSupport,
-            "output token 1",
-            id="trained and forced",
-        ),
-        pytest.param(
-            [scored(output_ids=np.array([7, 8, 2], np.int32))],
-            errors.SampledOutsideSupport,
-            "sampled id 7",
-            id="outside",
-        ),
     ],
 )
 def test_what_trl_cannot_be_told_is_refused(

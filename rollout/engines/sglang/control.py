@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from rollout.engines.base import left_on_error
 from rollout.engines.sglang.calls import ControlCalls
 from rollout.engines.sglang.rules import ServerRules
 from rollout.engines.sglang.weights import DEFAULT_GROUP, WeightUpdate, mark_incomplete, noted
@@ -56,16 +57,13 @@ class SGLangControl:
 
     async def __aenter__(self) -> Self:
         self._calls.open()
-        try:
+        async with left_on_error(self):
             rules = ServerRules.of(await self._calls.describe("/server_info"))
             if not rules.version:
                 raise ReplyMalformed(
                     f"{self._calls.url}/server_info: wanted the server's version, got none; ask "
                     "the Python server directly, not a router or the Rust front end"
                 )
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
         self._version = rules.version
         return self
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rollout.engines.base import Completion, EngineInfo
+from rollout.engines.base import Completion, EngineInfo, check_prompt_ids, left_on_error
 from rollout.engines.parse_process import ParseProcess
 from rollout.engines.sglang.http import MODEL_PATHS, SERVER_PATHS, SGLangHttp
 from rollout.engines.sglang.routes import ROUTES, RouteName
@@ -16,7 +16,6 @@ from rollout.engines.sglang.rules import ServerRules
 from rollout.errors import (
     DataError,
     EngineRefused,
-    IdOutsideVocabulary,
     NotReplayable,
     ReplyMalformed,
 )
@@ -70,13 +69,10 @@ class SGLangEngine:
 
     async def __aenter__(self) -> Self:
         self._http.open()
-        try:
+        async with left_on_error(self):
             await self._read_server()
             self._known_rules().check_route(self._route.name)
             await self._probe()
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
         return self
 
     async def __aexit__(
@@ -156,12 +152,7 @@ class SGLangEngine:
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         """One request: one prompt, n = 1, not streamed."""
-        outside = (prompt.ids < 0) | (prompt.ids >= self._vocab_size)
-        if outside.any():
-            raise IdOutsideVocabulary(
-                f"prompt id {prompt.ids[outside][0]} is outside the vocabulary of "
-                f"{self._vocab_size}; not sent, it would kill the server"
-            )
+        check_prompt_ids(prompt, self._vocab_size, ", it would kill the server")
         route, before = self._route, self._weight_version
         request = route.request(prompt, params, self._mode, self._served)
         timeout_s = self._queue_timeout_s + params.max_new_tokens / self._slowest_tokens_per_s

@@ -14,12 +14,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from rollout.engines.base import Completion, EngineInfo
+from rollout.engines.base import Completion, EngineInfo, check_prompt_ids, left_on_error
 from rollout.engines.http import EngineHttp
 from rollout.engines.parse_process import ParseProcess
 from rollout.engines.vllm.reply import FLAGS, parse_reply
 from rollout.engines.vllm.request import PATH, check, request
-from rollout.errors import DataError, EngineRefused, IdOutsideVocabulary, ReplyMalformed
+from rollout.errors import DataError, EngineRefused, ReplyMalformed
 from rollout.prompts import Prompt
 from rollout.sampling import AUTO_TOP_K, SamplingParams
 
@@ -64,12 +64,9 @@ class VLLMEngine:
 
     async def __aenter__(self) -> Self:
         self._http.open()
-        try:
+        async with left_on_error(self):
             await self._read_server()
             await self._probe()
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
         return self
 
     async def __aexit__(
@@ -113,12 +110,7 @@ class VLLMEngine:
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> Completion:
         """One request: one prompt, n = 1, not streamed."""
-        outside = (prompt.ids < 0) | (prompt.ids >= self._vocab_size)
-        if outside.any():
-            raise IdOutsideVocabulary(
-                f"prompt id {prompt.ids[outside][0]} is outside the vocabulary of "
-                f"{self._vocab_size}; not sent"
-            )
+        check_prompt_ids(prompt, self._vocab_size)
         completion = await self._http.complete(
             PATH,
             request(prompt, params, self._served),
