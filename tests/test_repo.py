@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -42,6 +43,14 @@ def test_imports_point_one_way(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     ours = imported_packages(path) & MAY_IMPORT.keys()
     assert ours <= MAY_IMPORT[package]
+
+
+def test_an_install_holds_every_module() -> None:
+    """setuptools finds what has an __init__.py; the project once listed its packages and forgot."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = settings["packages"]
+    assert packages == {"find": {"include": [f"{package}*" for package in MAY_IMPORT]}}
+    assert [p for p in SOURCES if not (p.parent / "__init__.py").exists()] == []
 
 
 @pytest.mark.parametrize(
