@@ -3,6 +3,7 @@
 python benchmarks/diagnosis.py clean --model PATH --resamples 200    recorded sets, by rollout
 python benchmarks/diagnosis.py fresh --model PATH --runs 60          new runs, embedded, bf16
 python benchmarks/diagnosis.py power --model PATH                    fault size against tokens
+python benchmarks/diagnosis.py groups RUN… --model PATH              whole prompts of your own runs
 
 Prints one JSON object per line; docs/diagnosis.md quotes them. power_plot.py draws those of power.
 """
@@ -37,6 +38,7 @@ from scorer import Scorer
 from replay import Policy
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
+from rollout import open_run
 from rollout.config import EmbeddedConfig
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.prompts import Prompt, load_tokenizer, tokenise_text
@@ -99,6 +101,34 @@ def clean(args: argparse.Namespace) -> None:
             tell(set=name, dtype=dtype, found=found)
             bad, total = bad + args.resamples - found["clean"], total + args.resamples
     tell(accused=bad, of=total, upper_bound=round(upper_bound(bad, total), 4))
+
+
+def groups(args: argparse.Namespace) -> None:
+    """So many prompts of the runs, each with all its rollouts: steps of a training loop.
+
+    Under the weights that sampled the runs, how often a step is accused; under others, how often
+    `other_weights` is found.
+    """
+    rollouts = [
+        replace(r, prompt_id=f"{i}.{r.prompt_id}", rollout_id=f"{i}.{r.rollout_id}")
+        for i, path in enumerate(args.runs_of)
+        for r in open_run(Path(path))
+    ]
+    for dtype in args.dtypes.split(","):
+        scorer = Scorer(Policy.load(args.model, dtype=dtype, device="cpu", packed=False))
+        parts: dict[str, list[tuple[Rollout, Evidence]]] = {}
+        for rollout in rollouts:
+            parts.setdefault(rollout.prompt_id, []).append((rollout, scorer.evidence([rollout])))
+        log_ratio = np.concatenate([e.replay - e.sampling for p in parts.values() for _, e in p])
+        for prompts in map(int, args.prompts.split(",")):
+            generator, found = np.random.default_rng(0), Counter[str]()
+            for i in range(args.resamples):
+                drawn = generator.choice(list(parts), prompts, replace=False)
+                mine, theirs = zip(*(part for name in drawn for part in parts[name]), strict=True)
+                evidence = Evidence.concatenate(theirs)
+                found[codes(evidence.sampled_only() if i % 2 else evidence, list(mine))] += 1
+            apart = float(np.abs(log_ratio).mean())
+            tell(dtype=dtype, log_ratio_abs_mean=round(apart, 4), prompts=prompts, found=found)
 
 
 async def fresh(args: argparse.Namespace) -> None:
@@ -216,7 +246,8 @@ def _drawn(rollouts: list[Rollout], tokens: int, generator: np.random.Generator)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clean", "fresh", "power"])
+    parser.add_argument("what", choices=["clean", "fresh", "power", "groups"])
+    parser.add_argument("runs_of", nargs="*", metavar="RUN")
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--resamples", type=int, default=200)
@@ -225,12 +256,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--tokens", default="50,100,300")
+    parser.add_argument("--prompts", default="8,16,32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.what == "fresh":
         asyncio.run(fresh(args))
     else:
-        {"clean": clean, "power": power}[args.what](args)
+        {"clean": clean, "power": power, "groups": groups}[args.what](args)
 
 
 if __name__ == "__main__":

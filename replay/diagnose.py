@@ -217,10 +217,13 @@ def _clean(e: Evidence | None) -> Diagnosis:
         words = "No content rule is broken; there are too few scored tokens to look for causes."
         return Diagnosis(CLEAN, {"kind": "all", "where": "In every rollout"}, words)
     over = float(e.as_recorded.sum() / floor(e).sum())
+    so = "honest numerics"
+    if over > EXCESS:
+        so = "more than usual, but in too few contexts, or too little, to be sure of a cause"
     return Diagnosis(
         code=CLEAN,
         scope=everything(e).as_dict(),
         sentence=f"Both sides differ {over:.1f} times as much as two precisions of the policy's "
-        "head do: honest numerics.",
+        f"head do: {so}.",
         evidence={"tokens": len(e), "over_noise_floor": round(over, 2)},
     )

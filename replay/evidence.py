@@ -21,6 +21,8 @@ from rollout.support import Support
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
+HASH_BASE = 6364136223846793005  # odd and large, so that its powers fill 64 bits
+
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
@@ -34,6 +36,7 @@ class Evidence:
     rollouts: tuple[Rollout, ...]
     rollout: NDArray[np.int64]  # [T] index into rollouts
     position: NDArray[np.int64]  # [T] in output_ids
+    context: NDArray[np.int64]  # [T] the same number after the same ids, see `contexts`
     token_id: NDArray[np.int64]  # [T]
     support: Support  # T rows
     sampling: Floats  # [T] engine, over the support
@@ -62,6 +65,13 @@ class Evidence:
     def temperature(self) -> Floats:
         """[T] as recorded."""
         return np.array([r.temperature for r in self.rollouts], np.float64)[self.rollout]
+
+    @cached_property
+    def prompt(self) -> NDArray[np.int64]:
+        """[T] a number for each prompt."""
+        numbers: dict[str, int] = {}
+        of_rollout = [numbers.setdefault(r.prompt_id, len(numbers)) for r in self.rollouts]
+        return np.array(of_rollout, np.int64)[self.rollout]
 
     @cached_property
     def sampled_entries(self) -> NDArray[np.int64]:
@@ -189,6 +199,7 @@ class Evidence:
 TOKEN_FIELDS = (
     "rollout",
     "position",
+    "context",
     "token_id",
     "sampling",
     "full",
@@ -212,6 +223,7 @@ def make_evidence(
     columns: dict[str, NDArray[Any]] = {
         "rollout": np.repeat(np.arange(len(rollouts)), [len(at) for _, at in sampled]),
         "position": np.concatenate([at for _, at in sampled]),
+        "context": np.concatenate([contexts(r)[at] for r, at in sampled]),
         "token_id": np.concatenate([r.output_ids[at] for r, at in sampled]),
         "sampling": np.concatenate([r.sampling_logprobs[at] for r, at in sampled]),
         "full": np.concatenate([_full(r)[at] for r, at in sampled]),
@@ -225,6 +237,17 @@ def make_evidence(
     found = Evidence(tuple(rollouts), support=support, softcap=softcap, **columns)
     finite = np.isfinite(found.sampling) & np.isfinite(found.replay)
     return found.held(finite & np.isfinite(found.replay_full))
+
+
+def contexts(rollout: Rollout) -> NDArray[np.int32]:
+    """[R] A hash of all ids before each output token: equal ones are the same input to a model.
+
+    Where the rollouts of a prompt begin alike, they hold the same numbers with the same noise.
+    """
+    before = np.concatenate([[0], rollout.prompt_ids, rollout.output_ids[:-1]]).astype(np.uint64)
+    powers = np.multiply.accumulate(np.full(len(before), HASH_BASE, np.uint64))  # modulo 2**64
+    hashes = np.cumsum((before + np.uint64(1)) * powers)[len(rollout.prompt_ids) :]
+    return (hashes >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
 def _engine(rollout: Rollout) -> NDArray[np.float32]:

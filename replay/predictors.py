@@ -16,6 +16,7 @@ from replay.evidence import Evidence, Floats, Mask
 from rollout.self_check import GRID, GRID_SLACK
 
 DEAD_BAND = 0.025  # clean slopes are up to 1.6 % low: errors in the regressor
+TOGETHER = 0.9  # squared correlation; clean ones are 0.95 or more
 ON_GRID = 0.9  # share of pairs of a bf16 head
 GRID_PAIRS = 3000
 FIT_ENTRIES = 10_000
@@ -74,20 +75,30 @@ def temperature_other(e: Evidence) -> Prediction | None:
 
 
 def logit_factor(e: Evidence) -> float | None:
-    """The slope of the engine's logprobs against the policy's, centred within each support."""
-    use = e.has_support & e.informative
-    if use.any():
-        keep = use[e.rows]
-        weight = np.where(keep, e.weights, 0.0)
-        x, y = e.replay_support, np.where(keep, e.support_logprobs, 0.0)
-        x = x - e.sums(weight * x)[e.rows]
-        y = y - e.sums(weight * y)[e.rows]
-        spread = float((weight * x * x).sum())
-        return float((weight * x * y).sum()) / spread if spread > 0 else None
+    """The slope of the engine's logprobs against the policy's, centred within each support.
+
+    None where there is none: a factor leaves the correlation of both sides at 1, other weights do
+    not, and the slope that those have is small for that reason alone.
+    """
+    if (e.has_support & e.informative).any():
+        xx, yy, xy = _moments(e, e.replay_support)
+        return xy / xx if xy > 0 and xy**2 >= TOGETHER * xx * yy else None
     if not e.informative.any():
         return None
     few = _fewer(e)
     return _search(0.3, 3.0, lambda factor: float(few.mismatch(scaled(few, factor)).mean()))
+
+
+def _moments(e: Evidence, predicted: Floats) -> tuple[float, float, float]:
+    """Sums of squares of `predicted` [E] and of the engine's logprobs, each centred within its
+    support, and of their products."""
+    use = (e.has_support & e.informative)[e.rows]
+    weight = np.where(use, e.weights, 0.0)
+    x, y = predicted, np.where(use, e.support_logprobs, 0.0)
+    x = x - e.sums(weight * x)[e.rows]
+    y = y - e.sums(weight * y)[e.rows]
+    xx, yy, xy = (float((weight * a * b).sum()) for a, b in ((x, x), (y, y), (x, y)))
+    return xx, yy, xy
 
 
 def _on_grid(e: Evidence, factor: float) -> tuple[float, float, float]:
@@ -161,9 +172,14 @@ def _shifted_by(e: Evidence, step: int) -> Prediction:
 
 def softcap(e: Evidence) -> Prediction | None:
     """tanh bends large logits: a curvature that no factor gives."""
-    cap = None if e.softcap is not None else _search(10.0, 400.0, _loss_of_cap(_fewer(e)))
-    facts = {"cap": cap and round(cap, 1), "policy_cap": e.softcap}
-    return Prediction(_capped(e, cap), facts=facts)
+    cap = None
+    if e.softcap is None and (cap := _search(10.0, 400.0, _loss_of_cap(_fewer(e)))) is None:
+        return None
+    predicted = _capped(e, cap)
+    xx, yy, xy = _moments(e, predicted)
+    if xy**2 < TOGETHER * xx * yy:
+        return None
+    return Prediction(predicted, facts={"cap": cap and round(cap, 1), "policy_cap": e.softcap})
 
 
 def _capped(e: Evidence, cap: float | None) -> Floats:
@@ -253,11 +269,13 @@ def bias(e: Evidence) -> Prediction | None:
     )
 
 
-def _search(low: float, high: float, loss: Callable[[float], float]) -> float:
-    """The minimum on a logarithmic axis: a coarse scan, then golden section."""
+def _search(low: float, high: float, loss: Callable[[float], float]) -> float | None:
+    """The minimum on a logarithmic axis: a coarse scan, then golden section. None at an end."""
     points = np.geomspace(low, high, 25)
     best = int(np.argmin([loss(float(p)) for p in points]))
-    a, b = np.log(points[max(best - 1, 0)]), np.log(points[min(best + 1, len(points) - 1)])
+    if best in (0, len(points) - 1):
+        return None
+    a, b = np.log(points[best - 1]), np.log(points[best + 1])
     ratio = (5**0.5 - 1) / 2
     for _ in range(14):
         c, d = b - ratio * (b - a), a + ratio * (b - a)

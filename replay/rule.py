@@ -5,12 +5,13 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 
 * it removes at least SHARE of the mismatch there (SHARE_PICKED where the rollouts were picked by
   their mismatch),
-* the gain is at least STRENGTH standard errors, over whole rollouts (STRENGTH_PICKED where a number
-  was fitted to rollouts that were picked), and
+* the gain is at least STRENGTH standard errors (STRENGTH_PICKED where a number was fitted to
+  rollouts that were picked), by whole prompts, by whole rollouts and by contexts, and
 * the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
 
 Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
-least EXCESS_NATS in logits.
+least EXCESS_NATS in logits and STRENGTH standard errors beyond (STRENGTH_ALL in the whole run, a
+scope that was not chosen).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replay.evidence import Evidence, Floats, Mask
 from replay.hypotheses import HYPOTHESES, Hypothesis
@@ -34,12 +36,13 @@ STRENGTH_PICKED = 6.0
 OF_FLOOR = 0.1
 EXCESS = 3.0
 EXCESS_SHARE_PICKED = 0.3
+STRENGTH_ALL = 1.5  # clean runs of 8 prompts were up to 1.4 beyond EXCESS
 EXCESS_NATS = 0.08  # at temperature 1; honest bf16 sides of a 135M model are 0.05 apart
 
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
 ALIKE = 0.95  # gains this near the best explain as much as it does
 MIN_TOKENS = 10
-CLUSTERS = 8  # rollouts needed to judge by whole rollouts
+CLUSTERS = 8  # prompts or rollouts needed to judge by whole ones
 MAX_ROLLOUTS = 400  # looked at one by one
 
 
@@ -102,7 +105,7 @@ def judge(part: Evidence, hypothesis: Hypothesis, scope: Scope) -> Explanation |
         facts=predicted.facts,
         gain=float(gain.sum()),
         share=float(gain.sum() / part.as_recorded[applies].sum()),
-        strength=strength(gain[applies], part.rollout[applies]),
+        strength=strength(gain[applies], *_clusters(part, applies)),
         left=float(with_it[applies].sum() / floor(part)[applies].sum()),
         tokens=int(applies.sum()),
     )
@@ -133,17 +136,58 @@ def best_of(found: Sequence[Explanation]) -> Explanation | None:
     return min((x for x in found if x.gain >= ALIKE * most), key=lambda x: (x.freedom, -x.gain))
 
 
-def strength(gain: Floats, rollout: np.ndarray) -> float:
-    """Total over its standard error, by rollouts; by tokens where the rollouts are few."""
-    of_rollout = np.unique(rollout, return_inverse=True)[1]
-    if of_rollout.max(initial=-1) + 1 < CLUSTERS:
-        of_rollout = np.arange(len(gain))
-    total, size = np.bincount(of_rollout, gain), np.bincount(of_rollout)
+def strength(gain: Floats, *clusters: NDArray[np.int64]) -> float:
+    """Total over its standard error, by the clustering [T] that makes it the least.
+
+    In standard errors of a normal distribution that are as unlikely as Student's t of so few
+    clusters (Wallace, Ann. Math. Statist. 30, 1959, equation 5.3). 0 where there is one alone.
+    """
+    return min((_strength(gain, labels) for labels in clusters), key=abs)
+
+
+def _strength(gain: Floats, labels: NDArray[np.int64]) -> float:
+    of_cluster = np.unique(labels, return_inverse=True)[1]
+    total, size = np.bincount(of_cluster, gain), np.bincount(of_cluster)
+    free = len(total) - 1
+    if free < 1 or not gain.any():
+        return 0.0
     spread = total - gain.sum() / len(gain) * size
-    error = float(np.sqrt((spread**2).sum() * len(total) / max(len(total) - 1, 1)))
+    error = float(np.sqrt((spread**2).sum() * len(total) / free))
     if error == 0:
-        return float(np.sign(gain.sum()) * np.inf) if gain.sum() else 0.0
-    return float(gain.sum() / error)
+        return float(np.sign(gain.sum()) * np.inf)
+    t = float(gain.sum() / error)
+    z = (8 * free + 1) / (8 * free + 3) * np.sqrt(free * np.log1p(t**2 / free))
+    return float(np.copysign(z, t))
+
+
+def _beyond(mismatch: Floats, limit: Floats, clusters: Sequence[NDArray[np.int64]]) -> float:
+    """How surely `mismatch` is beyond `limit`: in nats, or in its logarithm by cluster.
+
+    Stale weights move some tokens by far more than others. Such a spread is no doubt: the logarithm
+    sees that each cluster is beyond.
+    """
+
+    def logarithms(labels: NDArray[np.int64]) -> Floats:
+        of_cluster = np.unique(labels, return_inverse=True)[1]
+        total = np.maximum(np.bincount(of_cluster, mismatch), LEAST_FLOOR)
+        found: Floats = np.log(total / np.bincount(of_cluster, limit))
+        return found
+
+    in_nats = strength(mismatch - limit, *clusters)
+    logs = [logarithms(labels) for labels in clusters]
+    return max(in_nats, min((_strength(v, np.arange(len(v))) for v in logs), key=abs))
+
+
+def _clusters(e: Evidence, among: Mask) -> list[NDArray[np.int64]]:
+    """Tokens [T] whose noise hangs together, one way after the other.
+
+    After the same ids both sides compute the same numbers, noise and all, whichever rollout it is.
+    """
+    ways = [e.context[among]]
+    for labels in (e.rollout[among], e.prompt[among]):
+        if len(np.unique(labels)) >= CLUSTERS:
+            ways.append(labels)
+    return ways
 
 
 def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
@@ -160,7 +204,7 @@ def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
             facts={},
             gain=float(beyond[inside].sum()),
             share=float(beyond[inside].sum() / max(mismatch[inside].sum(), 1e-12)),
-            strength=strength(beyond[inside], e.rollout[inside]),
+            strength=_beyond(mismatch[inside], EXCESS * noise[inside], _clusters(e, inside)),
             left=float(mismatch[inside].sum() / noise[inside].sum()),
             tokens=int(inside.sum()),
         )
@@ -169,7 +213,8 @@ def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
         inside = x.scope.tokens
         share = EXCESS_SHARE_PICKED if x.scope.kind == "rollouts" else SHARE
         nats = float((e.temperature * mismatch)[inside].mean())
-        return x.share >= share and x.strength >= STRENGTH and nats >= EXCESS_NATS
+        least = STRENGTH_ALL if x.scope.kind == "all" else STRENGTH
+        return x.share >= share and x.strength >= least and nats >= EXCESS_NATS
 
     tried = [weigh(scope) for scope in scopes(e)]
     affected = _stand_out(e, beyond)
@@ -212,7 +257,7 @@ def _stand_out(e: Evidence, beyond: Floats) -> Mask:
     for i in np.unique(e.rollout):
         mine = e.rollout == i
         if mine.sum() >= 5:
-            out[i] = strength(beyond[mine], np.zeros(mine.sum(), int)) >= 3.0
+            out[i] = strength(beyond[mine], e.context[mine]) >= 3.0
     return out
 
 

@@ -231,11 +231,49 @@ def test_another_prompt_is_named_when_it_agrees(logits: Array) -> None:
     assert asked == [], "nothing is replayed without need"
 
 
-def test_strength_counts_rollouts_not_tokens() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_rollouts_of_a_prompt_that_begin_alike_are_one_observation(
+    logits: Array, seed: int
+) -> None:
+    """Twenty equal answers hold the same noise twenty times, and no evidence for a cause."""
+    answer = logits[:1, :4]
+    noise = np.random.default_rng(seed).normal(0, 0.06, answer.shape)
+    policy, engine = (np.repeat(z, 20, axis=0) for z in (answer, answer + noise))
+    supports = [[np.argsort(-z)[:8].tolist() for z in rows] for rows in policy]
+    outputs = np.array([[ids[0] for ids in rows] for rows in supports])
+    rollouts, evidence = sides(policy, engine, supports, outputs)
+    assert len(evidence) == 80
+    assert len(np.unique(evidence.context)) == 4
+    assert diagnose(evidence, rollouts)[0].code == "clean"
+
+
+@pytest.mark.parametrize("only_sampled", [False, True], ids=["whole support", "sampled only"])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
+def test_weights_that_have_little_in_common_are_no_temperature_and_no_cap(
+    logits: Array, share: float, only_sampled: bool
+) -> None:
+    """The less two sides go together, the flatter one looks against the other."""
+    other = np.random.default_rng(9).normal(12, 3, logits.shape)
+    played = play(logits, policy=lambda z: (1 - share) * z + share * other)
+    got = first(sampled_only(played) if only_sampled else played)
+    assert (got.code, got.scope["kind"]) == ("other_weights", "all")
+
+
+def test_strength_counts_clusters_not_tokens() -> None:
     gain = np.repeat([1.0, -0.9, 1.1, -1.0, 0.9, -1.1, 1.0, -0.8], 100)
-    assert abs(strength(gain, np.repeat(np.arange(8), 100))) < 1
+    by_token, by_rollout = np.arange(800), np.repeat(np.arange(8), 100)
+    assert abs(strength(gain, by_rollout)) < 1
+    assert strength(gain + 1, by_token, by_rollout) == strength(gain + 1, by_rollout)
     assert strength(np.ones(40), np.repeat(np.arange(8), 5)) == np.inf
     assert strength(np.zeros(5), np.zeros(5, int)) == 0
+
+
+def test_strength_of_few_clusters_is_that_of_student() -> None:
+    """As unlikely as so many standard errors of a normal distribution; t from tables."""
+    for free, t in ((7, 4.785), (31, 3.375), (121, 3.158)):  # one-sided 0.001
+        gain = np.tile([1.0, -1.0], (free + 1) // 2) + t / np.sqrt(free)
+        assert strength(gain, np.arange(free + 1)) == pytest.approx(3.09, abs=0.03), free
+    assert strength(np.array([3.0, 3.1, 2.9]), np.zeros(3, int)) == 0, "one cluster says nothing"
 
 
 def test_codes_are_distinct_and_have_words() -> None:

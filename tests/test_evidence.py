@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import make_rollout
 from sides import LENGTH, ROLLOUTS, VOCABULARY, sides
 
-from replay.evidence import ENTRY_FIELDS, TOKEN_FIELDS, Evidence
+from replay.evidence import ENTRY_FIELDS, TOKEN_FIELDS, Evidence, contexts
 from replay.evidence_store import EvidenceStore
 
 
@@ -26,6 +27,19 @@ def parts() -> list[Evidence]:
         scores = ("replay_support", "replay_rounded", "replay_full", "logsumexp")
         found.append(replace(e, **{name: getattr(e, name).astype(np.float32) for name in scores}))
     return found
+
+
+def test_contexts_are_equal_after_the_same_ids_alone() -> None:
+    one = make_rollout(prompt_ids=np.array([1, 3], np.int32))
+    diverges = make_rollout(output_ids=np.array([9, 7, 2], np.int32))
+    longer = make_rollout(prompt_ids=np.array([1, 3, 9], np.int32))
+    swapped = make_rollout(prompt_ids=np.array([3, 1], np.int32))
+    assert one.output_ids.tolist() == [9, 8, 2]
+    np.testing.assert_array_equal(contexts(one)[:2], contexts(diverges)[:2])
+    assert contexts(one)[2] != contexts(diverges)[2]
+    assert contexts(longer)[0] == contexts(one)[1], "a model does not know where a prompt ends"
+    assert not np.isin(contexts(swapped), contexts(one)).any()
+    assert len(set(contexts(one))) == 3
 
 
 def test_a_store_holds_what_joined_batches_do_in_32_bits(parts: list[Evidence]) -> None:
