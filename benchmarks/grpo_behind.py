@@ -22,7 +22,7 @@ def main(out: Path) -> None:
     """A line of JSON for each number of updates that OUT has runs of."""
     runs = sorted(out.glob("step-*"))
     device = resolve_device("auto")
-    policy = Policy.load(str(out / "checkpoint"), dtype="bfloat16", device=device)
+    policy = Policy.load(str(out / "checkpoint"), dtype="float32", device=device)
     config = ReplayConfig(audit_tokens=0)
     for behind in BEHIND[: np.searchsorted(BEHIND, len(runs), side="right")]:
         verified = verify(open_run(runs[-behind]), policy, config)
