@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from replay.evidence import Evidence, Floats, Mask
 from replay.hypotheses import HYPOTHESES, Hypothesis
 from replay.scopes import Scope, everything, of_rollouts, scopes, within
+from replay.strength import strength, strength_beyond
 
 # fixed on tests/data/sglang_0.5.23_cpu_pytorch; docs/diagnosis.md has the error rates on the others
 SHARE = 0.1
@@ -136,48 +137,6 @@ def best_of(found: Sequence[Explanation]) -> Explanation | None:
     return min((x for x in found if x.gain >= ALIKE * most), key=lambda x: (x.freedom, -x.gain))
 
 
-def strength(gain: Floats, *clusters: NDArray[np.int64]) -> float:
-    """Total over its standard error, by the clustering [T] that makes it the least.
-
-    In standard errors of a normal distribution that are as unlikely as Student's t of so few
-    clusters (Wallace, Ann. Math. Statist. 30, 1959, equation 5.3). 0 where there is one alone.
-    """
-    return min((_strength(gain, labels) for labels in clusters), key=abs)
-
-
-def _strength(gain: Floats, labels: NDArray[np.int64]) -> float:
-    of_cluster = np.unique(labels, return_inverse=True)[1]
-    total, size = np.bincount(of_cluster, gain), np.bincount(of_cluster)
-    free = len(total) - 1
-    if free < 1 or not gain.any():
-        return 0.0
-    spread = total - gain.sum() / len(gain) * size
-    error = float(np.sqrt((spread**2).sum() * len(total) / free))
-    if error == 0:
-        return float(np.sign(gain.sum()) * np.inf)
-    t = float(gain.sum() / error)
-    z = (8 * free + 1) / (8 * free + 3) * np.sqrt(free * np.log1p(t**2 / free))
-    return float(np.copysign(z, t))
-
-
-def _beyond(mismatch: Floats, limit: Floats, clusters: Sequence[NDArray[np.int64]]) -> float:
-    """How surely `mismatch` is beyond `limit`: in nats, or in its logarithm by cluster.
-
-    Stale weights move some tokens by far more than others. Such a spread is no doubt: the logarithm
-    sees that each cluster is beyond.
-    """
-
-    def logarithms(labels: NDArray[np.int64]) -> Floats:
-        of_cluster = np.unique(labels, return_inverse=True)[1]
-        total = np.maximum(np.bincount(of_cluster, mismatch), LEAST_FLOOR)
-        found: Floats = np.log(total / np.bincount(of_cluster, limit))
-        return found
-
-    in_nats = strength(mismatch - limit, *clusters)
-    logs = [logarithms(labels) for labels in clusters]
-    return max(in_nats, min((_strength(v, np.arange(len(v))) for v in logs), key=abs))
-
-
 def _clusters(e: Evidence, among: Mask) -> list[NDArray[np.int64]]:
     """Tokens [T] whose noise hangs together, one way after the other.
 
@@ -198,13 +157,14 @@ def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
 
     def weigh(scope: Scope) -> Explanation:
         inside = scope.tokens
+        limit = EXCESS * noise[inside]
         return Explanation(
             hypothesis=hypothesis,
             scope=scope,
             facts={},
             gain=float(beyond[inside].sum()),
             share=float(beyond[inside].sum() / max(mismatch[inside].sum(), 1e-12)),
-            strength=_beyond(mismatch[inside], EXCESS * noise[inside], _clusters(e, inside)),
+            strength=strength_beyond(mismatch[inside], limit, _clusters(e, inside)),
             left=float(mismatch[inside].sum() / noise[inside].sum()),
             tokens=int(inside.sum()),
         )

@@ -18,7 +18,6 @@ from sides import LENGTH, ROLLOUTS, VOCABULARY, Array, play, sides, some_logits
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
 from replay.hypotheses import HYPOTHESES
-from replay.rule import strength
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout, WeightSpan
 from rollout.self_check import check_engine
@@ -257,23 +256,6 @@ def test_weights_that_have_little_in_common_are_no_temperature_and_no_cap(
     played = play(logits, policy=lambda z: (1 - share) * z + share * other)
     got = first(sampled_only(played) if only_sampled else played)
     assert (got.code, got.scope["kind"]) == ("other_weights", "all")
-
-
-def test_strength_counts_clusters_not_tokens() -> None:
-    gain = np.repeat([1.0, -0.9, 1.1, -1.0, 0.9, -1.1, 1.0, -0.8], 100)
-    by_token, by_rollout = np.arange(800), np.repeat(np.arange(8), 100)
-    assert abs(strength(gain, by_rollout)) < 1
-    assert strength(gain + 1, by_token, by_rollout) == strength(gain + 1, by_rollout)
-    assert strength(np.ones(40), np.repeat(np.arange(8), 5)) == np.inf
-    assert strength(np.zeros(5), np.zeros(5, int)) == 0
-
-
-def test_strength_of_few_clusters_is_that_of_student() -> None:
-    """As unlikely as so many standard errors of a normal distribution; t from tables."""
-    for free, t in ((7, 4.785), (31, 3.375), (121, 3.158)):  # one-sided 0.001
-        gain = np.tile([1.0, -1.0], (free + 1) // 2) + t / np.sqrt(free)
-        assert strength(gain, np.arange(free + 1)) == pytest.approx(3.09, abs=0.03), free
-    assert strength(np.array([3.0, 3.1, 2.9]), np.zeros(3, int)) == 0, "one cluster says nothing"
 
 
 def test_codes_are_distinct_and_have_words() -> None:
