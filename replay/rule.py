@@ -6,7 +6,8 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 * it removes at least SHARE of the mismatch there (SHARE_PICKED where the rollouts were picked by
   their mismatch),
 * the gain is at least STRENGTH standard errors (STRENGTH_PICKED where a number was fitted to
-  rollouts that were picked), by whole prompts, by whole rollouts and by contexts, and
+  rollouts that were picked, STRENGTH_IDS where ids were chosen), by whole prompts, by whole
+  rollouts and by contexts, and
 * the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
 
 Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
@@ -32,8 +33,9 @@ from replay.strength import strength, strength_beyond
 SHARE = 0.1
 SHARE_ON_GRID = 0.01  # a bf16 grid that fits at one factor alone is proof
 SHARE_PICKED = 0.2
-STRENGTH = 4.0
-STRENGTH_PICKED = 6.0
+STRENGTH = 3.0
+STRENGTH_PICKED = 5.0
+STRENGTH_IDS = 4.0  # ids that were chosen among many
 OF_FLOOR = 0.1
 EXCESS = 3.0
 EXCESS_SHARE_PICKED = 0.3
@@ -119,6 +121,8 @@ def passes(x: Explanation, e: Evidence) -> bool:
         share = SHARE_ON_GRID
     least = OF_FLOOR * float(floor(e)[x.scope.tokens].sum()) * x.tokens / x.scope.tokens.sum()
     strong = STRENGTH_PICKED if x.scope.kind == "rollouts" and is_fitted(x) else STRENGTH
+    if x.scope.kind == "ids":
+        strong = STRENGTH_IDS
     return (
         x.share >= share and x.strength >= strong and (x.gain >= least or "on_bf16_grid" in x.facts)
     )
