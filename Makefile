@@ -69,10 +69,11 @@ test-trainer-%: install
 bench: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/embedded.py --model $(MODEL)
 
-# pictures in docs/images: of the page, and how causes look
+# pictures in docs/images: of the page, how causes look, and the curves of docs/why.md
 images: install model
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/draw_images.py $(MODEL)
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/draw_causes.py $(MODEL)
+	$(BIN)/python benchmarks/grpo_curves.py docs/data/grpo docs/images/grpo.svg
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

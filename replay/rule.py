@@ -8,7 +8,8 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 * the gain is at least STRENGTH standard errors (STRENGTH_PICKED where a number was fitted to
   rollouts that were picked, STRENGTH_IDS where ids were chosen), by whole prompts, by whole
   rollouts and by contexts, and
-* the gain is at least OF_FLOOR of what the precision of the policy's own head changes.
+* the gain is at least OF_FLOOR of what the precision of the policy's own head changes, and, where a
+  number was fitted, what is left is at most FAR times that.
 
 Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
 least EXCESS_NATS in logits and STRENGTH standard errors beyond (STRENGTH_ALL in the whole run, a
@@ -37,6 +38,7 @@ STRENGTH = 3.0
 STRENGTH_PICKED = 5.0
 STRENGTH_IDS = 4.0  # ids that were chosen among many
 OF_FLOOR = 0.1
+FAR = 12.0  # a fitted cause that leaves more is the best of several that are all wrong
 EXCESS = 3.0
 EXCESS_SHARE_PICKED = 0.3
 STRENGTH_ALL = 1.5  # clean runs of 8 prompts were up to 1.4 beyond EXCESS
@@ -123,6 +125,8 @@ def passes(x: Explanation, e: Evidence) -> bool:
     strong = STRENGTH_PICKED if x.scope.kind == "rollouts" and is_fitted(x) else STRENGTH
     if x.scope.kind == "ids":
         strong = STRENGTH_IDS
+    if is_fitted(x) and x.left > FAR:
+        return False
     return (
         x.share >= share and x.strength >= strong and (x.gain >= least or "on_bf16_grid" in x.facts)
     )
