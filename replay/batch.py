@@ -21,10 +21,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.padded import PaddedBatch, padded, with_tensors
+from replay.padded import PaddedBatch, with_tensors
 from rollout.record import Rollout
 
 Item = TypeVar("Item")
+
+IN_BOTH_FORMS = (
+    "number",
+    "rollout_ids",
+    "targets",
+    "rollout_index",
+    "support_ids",
+    "support_offsets",
+    "sampling_logprobs",
+    "loss_mask",
+    "temperature",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +75,21 @@ class PackedBatch:
         return with_tensors(self, Tensor.pin_memory)
 
     def padded(self) -> PaddedBatch:
-        """The same rollouts as [B, L], padded on the right."""
-        return padded(self)
+        """The same rollouts as [B, L], padded on the right; pinned if this is."""
+        lengths, longest = self.cu_seqlens.diff(), self.max_seqlen
+        rows = torch.repeat_interleave(lengths, output_size=len(self.input_ids))
+        places = rows * longest + self.position_ids  # in the flat [B * L]
+        at = torch.arange(longest, device=places.device)
+        attention_mask = (at < lengths[:, None]).long()
+        input_ids = places.new_zeros(len(lengths) * longest).index_copy_(0, places, self.input_ids)
+        made = PaddedBatch(
+            input_ids=input_ids.view(len(lengths), longest),
+            attention_mask=attention_mask,
+            position_ids=at * attention_mask,
+            hidden_rows=places[self.hidden_rows],
+            **{name: getattr(self, name) for name in IN_BOTH_FORMS},
+        )
+        return made.pin_memory() if self.input_ids.is_pinned() else made
 
 
 def pack(rollouts: Iterable[Rollout], max_tokens: int) -> Iterator[PackedBatch]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from replay.batch import PackedBatch
+    from _typeshed import DataclassInstance
 
-Batch = TypeVar("Batch", "PackedBatch", "PaddedBatch")
+Batch = TypeVar("Batch", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,37 +57,6 @@ class PaddedBatch:
 
 
 def with_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """A batch of either form, with what `change` makes of each tensor."""
+    """A batch of any form, with what `change` makes of each tensor."""
     changed: dict[str, Any] = {k: change(v) for k, v in vars(batch).items() if torch.is_tensor(v)}
     return replace(batch, **changed)
-
-
-SAME = (
-    "number",
-    "rollout_ids",
-    "targets",
-    "rollout_index",
-    "support_ids",
-    "support_offsets",
-    "sampling_logprobs",
-    "loss_mask",
-    "temperature",
-)
-
-
-def padded(batch: PackedBatch) -> PaddedBatch:
-    """`batch` with one row per rollout; pinned if it is."""
-    lengths, longest = batch.cu_seqlens.diff(), batch.max_seqlen
-    rows = torch.repeat_interleave(lengths, output_size=len(batch.input_ids))
-    places = rows * longest + batch.position_ids  # in the flat [B * L]
-    at = torch.arange(longest, device=places.device)
-    attention_mask = (at < lengths[:, None]).long()
-    input_ids = places.new_zeros(len(lengths) * longest).index_copy_(0, places, batch.input_ids)
-    made = PaddedBatch(
-        input_ids=input_ids.view(len(lengths), longest),
-        attention_mask=attention_mask,
-        position_ids=at * attention_mask,
-        hidden_rows=places[batch.hidden_rows],
-        **{name: getattr(batch, name) for name in SAME},
-    )
-    return made.pin_memory() if batch.input_ids.is_pinned() else made
