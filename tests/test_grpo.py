@@ -61,7 +61,7 @@ def test_with_supports_every_step_is_clean_and_the_ratio_is_one(
     steps = train("supports", 2) + train("supports", 3)  # the second goes on behind the first
     assert [s["step"] for s in steps] == [0, 1, 2]
     for step in steps:
-        assert (step["verdict"], step["diagnosis"]) == ("consistent", "clean")
+        assert (step["verdict"], step["diagnosis"]) == ("consistent", "clean"), step["failed_gates"]
         assert step["ratio_mean"] == pytest.approx(1, abs=0.01)
         assert step["kept_mass"] < 0.95
         assert step["waiting_s"] < 0.02 * step["update_s"]

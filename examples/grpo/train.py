@@ -118,9 +118,9 @@ def check(run: rollout.Run, learner: Learner) -> dict[str, Any]:
     config = replay.ReplayConfig(audit_tokens=0)
     verified = replay.verify(run, learner.policy, config)
     report = replay.make_report(verified, config.gates, learner.policy.description)
-    kept_mass = float(verified.tokens.kept_mass.mean())  # by the engine
-    first = report.diagnoses[0]
-    return {"verdict": report.verdict, "diagnosis": first.code, "kept_mass": kept_mass}
+    code, gates = report.diagnoses[0].code, [gate.name for gate in report.failed_gates]
+    facts = {"verdict": report.verdict, "diagnosis": code, "failed_gates": gates}
+    return facts | {"kept_mass": float(verified.tokens.kept_mass.mean())}  # by the engine
 
 
 @torch.no_grad()
