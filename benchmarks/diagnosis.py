@@ -120,6 +120,7 @@ def groups(args: argparse.Namespace) -> None:
         for rollout in rollouts:
             parts.setdefault(rollout.prompt_id, []).append((rollout, scorer.evidence([rollout])))
         log_ratio = np.concatenate([e.replay - e.sampling for p in parts.values() for _, e in p])
+        apart = round(float(np.abs(log_ratio).mean()), 4)
         for prompts in map(int, args.prompts.split(",")):
             generator, found = np.random.default_rng(0), Counter[str]()
             for i in range(args.resamples):
@@ -127,8 +128,7 @@ def groups(args: argparse.Namespace) -> None:
                 mine, theirs = zip(*(part for name in drawn for part in parts[name]), strict=True)
                 evidence = Evidence.concatenate(theirs)
                 found[codes(evidence.sampled_only() if i % 2 else evidence, list(mine))] += 1
-            apart = float(np.abs(log_ratio).mean())
-            tell(dtype=dtype, log_ratio_abs_mean=round(apart, 4), prompts=prompts, found=found)
+            tell(dtype=dtype, log_ratio_abs_mean=apart, prompts=prompts, found=found)
 
 
 async def fresh(args: argparse.Namespace) -> None:

@@ -49,9 +49,10 @@ def read(folder: Path) -> dict[str, list[Steps]]:
 
 def main(folder: Path, svg: Path) -> None:
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "grpo", "font.size": 9}
+    arms = read(folder)
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")
     for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
-        for arm, seeds in read(folder).items():
+        for arm, seeds in arms.items():
             label, colour = ARMS[arm]
             for number, steps in enumerate(seeds):
                 values = np.array([step[name] for step in steps])

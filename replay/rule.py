@@ -150,29 +150,29 @@ def _clusters(e: Evidence, among: Mask) -> list[NDArray[np.int64]]:
 
     After the same ids both sides compute the same numbers, noise and all, whichever rollout it is.
     """
-    ways = [e.context[among]]
-    for labels in (e.rollout[among], e.prompt[among]):
-        if len(np.unique(labels)) >= CLUSTERS:
-            ways.append(labels)
-    return ways
+    ways = [e.context[among], e.rollout[among]]
+    if len(np.unique(ways[-1])) < CLUSTERS:
+        return ways[:1]  # nor are there more prompts, which take a look at every rollout
+    prompts = e.prompt[among]
+    return [*ways, prompts] if len(np.unique(prompts)) >= CLUSTERS else ways
 
 
 def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
     """Where `mismatch` [T] is beyond what honest numerics explain, in its best scope."""
     noise = _noise(e)
-    beyond = mismatch - EXCESS * noise
+    limit = EXCESS * noise
+    beyond = mismatch - limit
     hypothesis = Hypothesis("other_weights", lambda _: None, "", "")
 
     def weigh(scope: Scope) -> Explanation:
         inside = scope.tokens
-        limit = EXCESS * noise[inside]
         return Explanation(
             hypothesis=hypothesis,
             scope=scope,
             facts={},
             gain=float(beyond[inside].sum()),
             share=float(beyond[inside].sum() / max(mismatch[inside].sum(), 1e-12)),
-            strength=strength_beyond(mismatch[inside], limit, _clusters(e, inside)),
+            strength=strength_beyond(mismatch[inside], limit[inside], _clusters(e, inside)),
             left=float(mismatch[inside].sum() / noise[inside].sum()),
             tokens=int(inside.sum()),
         )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from replay.evidence import Floats
+
 Labels = NDArray[np.int64]  # [T] the cluster of each token
 
 SMALLEST = 1e-3  # nats; a cluster without any mismatch has no logarithm
