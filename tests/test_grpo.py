@@ -63,6 +63,7 @@ def test_with_supports_every_step_is_clean_and_the_ratio_is_one(
     for step in steps:
         assert (step["verdict"], step["diagnosis"]) == ("consistent", "clean"), step["failed_gates"]
         assert step["ratio_mean"] == pytest.approx(1, abs=0.01)
+        assert step["ratio_without"] == pytest.approx(step["kept_mass"], abs=0.01)
         assert step["kept_mass"] < 0.95
         assert step["waiting_s"] < 0.02 * step["update_s"]
     assert any(step["reward"] > 0 for step in steps)

@@ -64,9 +64,8 @@ async def train(s: Settings, tasks: Any) -> None:
     """All steps; `tasks` has the methods of `Sums`."""
     out = Path(s.out)
     learner = Learner(s.model, s.learning_rate, s.device)
-    vocab_size = learner.policy.vocab_size
     async with (
-        rollout.SGLangEngine(s.url, vocab_size=vocab_size) as engine,
+        rollout.SGLangEngine(s.url, vocab_size=learner.policy.vocab_size) as engine,
         rollout.SGLangControl(s.url) as control,
     ):
         for step in range(resume(out, learner), s.steps):
@@ -120,7 +119,9 @@ def check(run: rollout.Run, learner: Learner) -> dict[str, Any]:
     report = replay.make_report(verified, config.gates, learner.policy.description)
     code, gates = report.diagnoses[0].code, [gate.name for gate in report.failed_gates]
     facts = {"verdict": report.verdict, "diagnosis": code, "failed_gates": gates}
-    return facts | {"kept_mass": float(verified.tokens.kept_mass.mean())}  # by the engine
+    tokens = verified.tokens
+    without = float(np.exp(tokens.log_ratio_without_support).mean())
+    return facts | {"kept_mass": float(tokens.kept_mass.mean()), "ratio_without": without}
 
 
 @torch.no_grad()
@@ -170,8 +171,7 @@ def update(
         if batch is None:
             return {"share_clipped": float(torch.cat(beyond).float().mean())}
         b = batch.to(s.device, non_blocking=True)
-        hidden = learner.hidden(b)
-        logprobs, _ = learner.logprobs(hidden, b, over_supports=s.arm == "supports")
+        logprobs, _ = learner.logprobs(learner.hidden(b), b, over_supports=s.arm == "supports")
         counted = losses.scored(b.loss_mask, logprobs)
         log_ratio = losses.log_ratio(logprobs, b.sampling_logprobs, counted)
         of_rollout = torch.tensor([advantage[i] for i in b.rollout_ids]).to(logprobs)
