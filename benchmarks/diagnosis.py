@@ -81,6 +81,12 @@ def tell(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
+def both_ways(rollouts: list[Rollout], scorer: Scorer) -> list[list[tuple[Rollout, Evidence]]]:
+    """Each rollout with its evidence, first as it is, then without `support_logprobs`."""
+    ways = rollouts, [without_support_logprobs(r) for r in rollouts]
+    return [[(r, scorer.evidence([r])) for r in way] for way in ways]
+
+
 def clean(args: argparse.Namespace) -> None:
     """Whole rollouts of each recorded set, drawn with replacement."""
     generator, bad, total = np.random.default_rng(0), 0, 0
@@ -88,16 +94,12 @@ def clean(args: argparse.Namespace) -> None:
         scorer = Scorer(Policy.load(args.model, dtype=dtype, device="cpu", packed=False))
         for name in RECORDED:
             rollouts = recorded_rollouts(name)
-            parts = [scorer.evidence([r]) for r in rollouts]
+            sets = both_ways(rollouts, scorer)
             found: Counter[str] = Counter()
             for i in range(args.resamples):
                 drawn = generator.integers(0, len(rollouts), len(rollouts))
-                evidence = Evidence.concatenate([parts[j] for j in drawn])
-                mine = [rollouts[j] for j in drawn]
-                if i % 2:
-                    mine = [without_support_logprobs(r) for r in mine]
-                    evidence = evidence.sampled_only()
-                found[codes(evidence, mine)] += 1
+                mine, theirs = zip(*(sets[i % 2][j] for j in drawn), strict=True)
+                found[codes(Evidence.concatenate(theirs), list(mine))] += 1
             tell(set=name, dtype=dtype, found=found)
             bad, total = bad + args.resamples - found["clean"], total + args.resamples
     tell(accused=bad, of=total, upper_bound=round(upper_bound(bad, total), 4))
@@ -116,18 +118,19 @@ def groups(args: argparse.Namespace) -> None:
     ]
     for dtype in args.dtypes.split(","):
         scorer = Scorer(Policy.load(args.model, dtype=dtype, device="cpu", packed=False))
-        parts: dict[str, list[tuple[Rollout, Evidence]]] = {}
-        for rollout in rollouts:
-            parts.setdefault(rollout.prompt_id, []).append((rollout, scorer.evidence([rollout])))
-        log_ratio = np.concatenate([e.replay - e.sampling for p in parts.values() for _, e in p])
+        sets = both_ways(rollouts, scorer)
+        of_prompt: dict[str, list[int]] = {}
+        for i, rollout in enumerate(rollouts):
+            of_prompt.setdefault(rollout.prompt_id, []).append(i)
+        log_ratio = np.concatenate([e.replay - e.sampling for _, e in sets[0]])
         apart = round(float(np.abs(log_ratio).mean()), 4)
         for prompts in map(int, args.prompts.split(",")):
             generator, found = np.random.default_rng(0), Counter[str]()
             for i in range(args.resamples):
-                drawn = generator.choice(list(parts), prompts, replace=False)
-                mine, theirs = zip(*(part for name in drawn for part in parts[name]), strict=True)
-                evidence = Evidence.concatenate(theirs)
-                found[codes(evidence.sampled_only() if i % 2 else evidence, list(mine))] += 1
+                names = generator.choice(list(of_prompt), prompts, replace=False)
+                drawn = [sets[i % 2][j] for name in names for j in of_prompt[name]]
+                mine, theirs = zip(*drawn, strict=True)
+                found[codes(Evidence.concatenate(theirs), list(mine))] += 1
             tell(dtype=dtype, log_ratio_abs_mean=apart, prompts=prompts, found=found)
 
 
@@ -151,7 +154,7 @@ async def fresh(args: argparse.Namespace) -> None:
             scorer.forget()
             found[codes(evidence, rollouts)] += 1
             kept = evidence.take(evidence.informative)
-            over = round(float(kept.as_recorded.sum() / kept.floor.sum()), 2)
+            over = round(float(kept.as_recorded.sum() / kept.noise.sum()), 2)
             bad = run + 1 - found["clean"]
             tell(
                 run=run,

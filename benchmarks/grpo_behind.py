@@ -1,4 +1,4 @@
-"""How many updates an engine may be behind before its runs show it.
+"""How many steps an engine may be behind before its runs show it.
 
 python benchmarks/grpo_behind.py runs/grpo/supports
 """
@@ -15,12 +15,17 @@ from replay import Policy, ReplayConfig, make_report, verify
 from replay.job import resolve_device
 from rollout import open_run
 
-BEHIND = (1, 2, 4, 8, 16, 32, 48)
+BEHIND = (1, 2, 3, 4, 6, 8, 16, 32, 48)
 
 
 def main(out: Path) -> None:
-    """A line of JSON for each number of updates that OUT has runs of."""
+    """A line of JSON for each number of steps that OUT has runs of.
+
+    The noise is what both sides were apart with the same weights, when the run was sampled.
+    """
     runs = sorted(out.glob("step-*"))
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    noise = [json.loads(line)["log_ratio_abs_mean"] for line in lines]
     device = resolve_device("auto")
     policy = Policy.load(str(out / "checkpoint"), dtype="float32", device=device)
     config = ReplayConfig(audit_tokens=0)
@@ -28,9 +33,11 @@ def main(out: Path) -> None:
         verified = verify(open_run(runs[-behind]), policy, config)
         report = make_report(verified, config.gates, policy.description)
         first = report.diagnoses[0]
+        apart = float(np.abs(verified.tokens.log_ratio).mean())
         facts = {
-            "updates_behind": behind,
-            "log_ratio_abs_mean": float(np.abs(verified.tokens.log_ratio).mean()),
+            "steps_behind": behind,
+            "log_ratio_abs_mean": apart,
+            "times_the_noise": apart / noise[-behind],
             "over_noise_floor": first.evidence.get("over_noise_floor"),
             "verdict": report.verdict,
             "diagnosis": first.code,

@@ -70,10 +70,12 @@ def _comparable(e: Evidence, causes: Sequence[Diagnosis]) -> Evidence:
     is_in = [not any(d.covers(r.rollout_id) for d in shifted) for r in e.rollouts]
     comparable = np.array(is_in, bool)[e.rollout]
     usable = e.informative & ~e.support.duplicated() & comparable
+    if not np.isfinite(e.noise[usable]).any():
+        usable[:] = False  # there is nothing to compare with
     step = max(1, -(-int(e.support.counts[usable].sum()) // MAX_ENTRIES))
     # of a large run tokens here and there, so that every rollout is among them
     thinned = (np.arange(len(usable)) * 2_654_435_761 >> 7) % step == 0
-    return e.take(usable & thinned)
+    return e.take(usable & thinned).with_noise_everywhere()
 
 
 def _numeric(
@@ -143,8 +145,8 @@ def _unexplained(e: Evidence, rest: Explanation) -> Diagnosis:
         code="other_weights",
         scope=rest.scope.as_dict(),
         sentence=f"{rest.scope.where}, the engine and the policy differ {rest.left:.1f} times as "
-        "much as two precisions of the policy's head do, and no other cause explains it: they "
-        f"have other weights{more.get(rest.scope.kind, '')}.",
+        "much as bfloat16 explains, and no other cause explains it: they have other weights"
+        f"{more.get(rest.scope.kind, '')}.",
         evidence={
             "tokens": rest.tokens,
             "over_noise_floor": round(rest.left, 2),
@@ -167,7 +169,10 @@ def _with_other_prompts(
     ratios = {}
     for name, changed in list(other_prompts(mine).items())[:3]:
         after = rescore(changed)
-        if after is not None and len(after := after.take(after.informative)):
+        if after is None:
+            continue
+        after = after.take(after.informative).with_noise_everywhere()
+        if len(after):
             ratios[name] = float(after.as_recorded.sum() / floor(after).sum())
     if not ratios:
         return None
@@ -223,7 +228,6 @@ def _clean(e: Evidence | None) -> Diagnosis:
     return Diagnosis(
         code=CLEAN,
         scope=everything(e).as_dict(),
-        sentence=f"Both sides differ {over:.1f} times as much as two precisions of the policy's "
-        f"head do: {so}.",
+        sentence=f"Both sides differ {over:.1f} times as much as bfloat16 explains: {so}.",
         evidence={"tokens": len(e), "over_noise_floor": round(over, 2)},
     )

@@ -29,8 +29,8 @@ class Evidence:
     """T sampled tokens that both sides scored, E entries of their supports.
 
     Engine numbers are as recorded (NaN where not), replay numbers are the policy's with the
-    recorded temperature; logprobs in nats. `replay_rounded` is the policy a second time, with its
-    head in another precision: what honest numerics change.
+    recorded temperature; logprobs in nats. `noise` is what honest numerics change, see
+    `replay.noise`.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -43,9 +43,9 @@ class Evidence:
     full: Floats  # [T] engine, over the whole vocabulary; NaN where not recorded
     support_logprobs: Floats  # [E] engine, NaN where not recorded
     replay_support: Floats  # [E]
-    replay_rounded: Floats  # [E]
     replay_full: Floats  # [T] over the whole vocabulary
     logsumexp: Floats  # [T] of the policy's logits / T over the support
+    noise: Floats  # [T] mismatch of honest sides; NaN where it was not measured
     softcap: float | None = None  # of the policy
 
     def __len__(self) -> int:
@@ -117,12 +117,16 @@ class Evidence:
         """[T] mismatch when nothing is wrong."""
         return self.mismatch(self.replay_support)
 
-    @cached_property
-    def floor(self) -> Floats:
-        """[T] the same distance between two precisions of the policy's own head."""
-        difference = np.subtract(self.replay_support, self.replay_rounded, dtype=np.float64)
+    def apart(self, difference: Floats) -> Floats:
+        """[T] The size of a `difference` [E] between two logprobs, as `mismatch` measures it."""
         over_support = np.sqrt(self.sums(self.weights * difference**2))
         return np.where(self.has_support, over_support, np.abs(self.at_sampled(difference)))
+
+    def with_noise_everywhere(self) -> Evidence:
+        """With the mean of the measured noise where none was; NaN stays where none was at all."""
+        known = np.isfinite(self.noise)
+        mean = self.noise[known].mean() if known.any() else np.nan
+        return replace(self, noise=np.where(known, self.noise, mean))
 
     @cached_property
     def has_support(self) -> Mask:
@@ -172,11 +176,6 @@ class Evidence:
             **{name: getattr(self, name)[entries] for name in ENTRY_FIELDS},
         )
 
-    def sampled_only(self) -> Evidence:
-        """As if the engine had recorded the sampled token alone."""
-        unknown = np.full_like(self.support_logprobs, np.nan)
-        return replace(self, support_logprobs=unknown)
-
     @classmethod
     def concatenate(cls, parts: Iterable[Evidence]) -> Evidence:
         parts = list(parts)
@@ -205,20 +204,22 @@ TOKEN_FIELDS = (
     "full",
     "replay_full",
     "logsumexp",
+    "noise",
 )
-ENTRY_FIELDS = ("support_logprobs", "replay_support", "replay_rounded")
+ENTRY_FIELDS = ("support_logprobs", "replay_support")
 
 
 def make_evidence(
     rollouts: Sequence[Rollout],
     replay_support: NDArray[np.floating],
-    replay_rounded: NDArray[np.floating],
+    replay_change: NDArray[np.floating],
     replay_full: NDArray[np.floating],
     logsumexp: NDArray[np.floating],
     softcap: float | None = None,
 ) -> Evidence:
     """What a batch gives: policy numbers [E] and [T] in the order of the sampled tokens of
-    `rollouts`. Tokens without finite numbers on both sides are left out: rules speak of those."""
+    `rollouts`. `replay_change` [E] is how far honest numerics may move them, NaN where that was not
+    measured. Tokens without finite numbers on both sides are left out: rules speak of those."""
     sampled = [(r, np.flatnonzero(~r.is_forced)) for r in rollouts]
     columns: dict[str, NDArray[Any]] = {
         "rollout": np.repeat(np.arange(len(rollouts)), [len(at) for _, at in sampled]),
@@ -229,12 +230,13 @@ def make_evidence(
         "full": np.concatenate([_full(r)[at] for r, at in sampled]),
         "support_logprobs": np.concatenate([_engine(r) for r in rollouts]),
         "replay_support": replay_support,
-        "replay_rounded": replay_rounded,
         "replay_full": replay_full,
         "logsumexp": logsumexp,
+        "noise": np.full(sum(len(at) for _, at in sampled), np.nan),
     }
     support = Support.concatenate([r.support.take(at) for r, at in sampled])
     found = Evidence(tuple(rollouts), support=support, softcap=softcap, **columns)
+    found = replace(found, noise=found.apart(replay_change.astype(np.float64)))
     finite = np.isfinite(found.sampling) & np.isfinite(found.replay)
     return found.held(finite & np.isfinite(found.replay_full))
 

@@ -1,6 +1,6 @@
 """EvidenceStore: the evidence of a whole run, batch by batch into arrays of the final size.
 
-A token of 8 ids takes 168 bytes here. A list of batches, joined at the end, would be there twice.
+A token of 8 ids takes 140 bytes here. A list of batches, joined at the end, would be there twice.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from replay.batch import PackedBatch
 from replay.memory import LESS_EACH, memory_for
+from replay.precision import InPrecision
 from replay.reference import shape_logits
 from rollout.errors import PolicyError
 
@@ -79,6 +81,31 @@ class Policy:
         if packed:
             _check_packing(policy, name)
         return policy
+
+    def in_precision(self, dtype: torch.dtype) -> Policy:
+        """The policy as if its weights had been loaded in `dtype`; shares them, see `InPrecision`.
+
+        A head that `dtype` holds exactly is kept: scoring functions widen the rows that they read.
+        """
+
+        def body(**arguments: Any) -> Any:
+            with InPrecision(dtype):
+                return self.body(**arguments)
+
+        exact = torch.promote_types(self.weight.dtype, dtype) == dtype
+        weight = self.weight if exact else self.weight.detach().to(dtype)
+        bias = self.bias if exact or self.bias is None else self.bias.detach().to(dtype)
+        return replace(self, body=body, weight=weight, bias=bias)
+
+    def head(self, batch: PackedBatch, head_dtype: torch.dtype) -> dict[str, Any]:
+        """What the scoring functions ask for besides hidden states and weight."""
+        return {
+            "temperature": batch.temperature,
+            "bias": self.bias,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "head_dtype": head_dtype,
+        }
 
     @property
     def vocab_size(self) -> int:

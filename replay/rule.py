@@ -8,12 +8,12 @@ Every hypothesis of `replay.hypotheses` is tried in every scope of `replay.scope
 * the gain is at least STRENGTH standard errors (STRENGTH_PICKED where a number was fitted to
   rollouts that were picked, STRENGTH_IDS where ids were chosen), by whole prompts, by whole
   rollouts and by contexts, and
-* the gain is at least OF_FLOOR of what the precision of the policy's own head changes, and, where a
-  number was fitted, what is left is at most FAR times that.
+* the gain is at least OF_FLOOR of the noise floor (`replay.noise`), and, where a number was fitted,
+  what is left is at most FAR of them (FAR_IDS where ids were chosen).
 
-Mismatch beyond EXCESS times that noise floor which nothing explains is `other_weights`, if it is at
-least EXCESS_NATS in logits and STRENGTH standard errors beyond (STRENGTH_ALL in the whole run, a
-scope that was not chosen).
+Mismatch beyond EXCESS noise floors which nothing explains is `other_weights`, if it is at least
+EXCESS_NATS in logits and STRENGTH standard errors beyond (STRENGTH_ALL in the whole run, a scope
+that was not chosen).
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ SHARE_PICKED = 0.2
 STRENGTH = 3.0
 STRENGTH_PICKED = 5.0
 STRENGTH_IDS = 4.0  # ids that were chosen among many
-OF_FLOOR = 0.1
-FAR = 12.0  # a fitted cause that leaves more is the best of several that are all wrong
-EXCESS = 3.0
+OF_FLOOR = 0.05
+FAR = 6.0  # a fitted cause that leaves more is the best of several that are all wrong
+FAR_IDS = 2.0  # weights that were trained on moved some ids more than others
+EXCESS = 1.3  # clean runs are 0.8 to 1.1 apart
+FRINGE = 0.25  # of the mean mismatch; tokens with less are no part of where it is
 EXCESS_SHARE_PICKED = 0.3
 STRENGTH_ALL = 1.5  # clean runs of 8 prompts were up to 1.4 beyond EXCESS
-EXCESS_NATS = 0.08  # at temperature 1; honest bf16 sides of a 135M model are 0.05 apart
+EXCESS_NATS = 0.02  # at temperature 1; nearer than that, rounding elsewhere may do it
 
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes
 ALIKE = 0.95  # gains this near the best explain as much as it does
@@ -125,7 +127,7 @@ def passes(x: Explanation, e: Evidence) -> bool:
     strong = STRENGTH_PICKED if x.scope.kind == "rollouts" and is_fitted(x) else STRENGTH
     if x.scope.kind == "ids":
         strong = STRENGTH_IDS
-    if is_fitted(x) and x.left > FAR:
+    if is_fitted(x) and x.left > (FAR_IDS if x.scope.kind == "ids" else FAR):
         return False
     return (
         x.share >= share and x.strength >= strong and (x.gain >= least or "on_bf16_grid" in x.facts)
@@ -161,7 +163,7 @@ def excess(e: Evidence, mismatch: Floats) -> Explanation | None:
     """Where `mismatch` [T] is beyond what honest numerics explain, in its best scope."""
     noise = _noise(e)
     limit = EXCESS * noise
-    beyond = mismatch - limit
+    beyond = mismatch - np.maximum(limit, FRINGE * mismatch.mean())
     hypothesis = Hypothesis("other_weights", lambda _: None, "", "")
 
     def weigh(scope: Scope) -> Explanation:
@@ -230,4 +232,4 @@ def _stand_out(e: Evidence, beyond: Floats) -> Mask:
 
 
 def floor(e: Evidence) -> Floats:
-    return np.maximum(e.floor, LEAST_FLOOR)
+    return np.maximum(e.noise, LEAST_FLOOR)

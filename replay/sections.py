@@ -129,9 +129,7 @@ def facts_of(summary: Mapping[str, Any]) -> Facts:
         ),
         (
             "noise floor",
-            "not measured"
-            if floor is None
-            else f"{floor:.4g} nats between two precisions of the policy's head",
+            "not measured" if floor is None else f"{floor:.4g} nats, which bfloat16 explains",
         ),
         ("precision", ", ".join(f"{key} {value}" for key, value in summary["precision"].items())),
         *(engine_facts(summary["engine_check"]) if summary["engine_check"] else ()),

@@ -23,6 +23,7 @@ from replay.evidence_store import EvidenceStore
 from replay.facts import Head
 from replay.full import score_full
 from replay.memory import advice_for, memory_for, words_for
+from replay.noise import NoiseMeter, noise_sample
 from replay.policy import Policy
 from replay.score import score_support
 from replay.support_plan import plan
@@ -53,7 +54,7 @@ class Verified:
     tokens: TokenTable
     findings: tuple[Finding, ...]
     rollouts: int
-    noise_floor: float | None = None  # nats between two precisions of the policy's head
+    noise_floor: float | None = None  # nats; mismatch of honest sides, see `replay.noise`
     diagnoses: tuple[Diagnosis, ...] = ()  # best first; one `clean` where nothing is wrong
     audit: Audit | None = None  # of a sample of the tokens, where it was asked for
     engine: EngineCheck | None = None  # what the recorded numbers say about the engine
@@ -94,14 +95,15 @@ def verify(
     engine = check_engine(rollouts)
     semantics = semantics or partial(measured_semantics, engine)
     auditor = Auditor(runnable, config.audit_tokens, faults, semantics)
+    noise = NoiseMeter(policy, config.head_dtype, noise_sample(runnable))
     for own, batch in _packed(runnable, config.max_tokens):
-        scores = _scores(own, batch, policy, config)
+        scores = _scores(own, batch, policy, config, noise)
         table = tokens.rows(done, done + len(batch.targets))
         done += len(table)
         for name, values in scores.columns.items():
             getattr(table, name)[:] = values
         evidence.add(scores.evidence)
-        floor.add(scores.evidence.floor)
+        floor.add(scores.evidence.noise)
         if config.audit_tokens:
             with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
                 head, logprobs = _head(policy, config), scores.support_logprobs
@@ -133,8 +135,10 @@ def verify(
 
 def rescore(rollouts: Iterable[Rollout], policy: Policy, config: ReplayConfig) -> Evidence | None:
     """The evidence of `rollouts` alone; None where no token can be scored."""
+    rollouts = list(rollouts)
+    noise = NoiseMeter(policy, config.head_dtype, noise_sample(rollouts))
     batches = _packed(rollouts, config.max_tokens)
-    parts = [_scores(own, batch, policy, config).evidence for own, batch in batches]
+    parts = [_scores(own, batch, policy, config, noise).evidence for own, batch in batches]
     return Evidence.concatenate(parts) if parts else None
 
 
@@ -174,51 +178,46 @@ class _Scores(NamedTuple):
 
 
 def _scores(
-    rollouts: Sequence[Rollout], batch: PackedBatch, policy: Policy, config: ReplayConfig
+    rollouts: Sequence[Rollout],
+    batch: PackedBatch,
+    policy: Policy,
+    config: ReplayConfig,
+    noise: NoiseMeter,
 ) -> _Scores:
     with memory_for(words_for(batch), advice_for(batch, config.max_tokens)):
-        return _scores_in_memory(rollouts, batch, policy, config)
+        return _scores_in_memory(rollouts, batch, policy, config, noise)
 
 
 @torch.inference_mode()
 def _scores_in_memory(
-    rollouts: Sequence[Rollout], batch: PackedBatch, policy: Policy, config: ReplayConfig
+    rollouts: Sequence[Rollout],
+    batch: PackedBatch,
+    policy: Policy,
+    config: ReplayConfig,
+    noise: NoiseMeter,
 ) -> _Scores:
-    """What the policy says of the scored tokens of `batch`, which holds `rollouts`; with the head
-    in a second precision too."""
+    """What the policy says of the scored tokens of `batch`, which holds `rollouts`."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
-    head: dict[str, Any] = {
-        "temperature": b.temperature,
-        "bias": policy.bias,
-        "logit_scale": policy.logit_scale,
-        "softcap": policy.softcap,
-        "head_dtype": getattr(torch, config.head_dtype),
-    }
-    other = torch.bfloat16 if head["head_dtype"] == torch.float32 else torch.float32
-    made = plan(b.support_ids, b.support_offsets, check=False)  # duplicates are findings
-    masked, rounded = (
-        score_support(
-            hidden,
-            policy.weight,
-            b.targets,
-            b.support_ids,
-            b.support_offsets,
-            plan=made,
-            return_logsumexp=dtype == head["head_dtype"],
-            return_support_logprobs=True,
-            **head | {"head_dtype": dtype},
-        )
-        for dtype in (head["head_dtype"], other)
+    head = policy.head(b, getattr(torch, config.head_dtype))
+    masked = score_support(
+        hidden,
+        policy.weight,
+        b.targets,
+        b.support_ids,
+        b.support_offsets,
+        plan=plan(b.support_ids, b.support_offsets, check=False),  # duplicates are findings
+        return_logsumexp=True,
+        return_support_logprobs=True,
+        **head,
     )
     full = score_full(hidden, policy.weight, b.targets, **head)
-    assert masked.support_logprobs is not None and rounded.support_logprobs is not None
-    assert masked.logsumexp is not None
+    assert masked.support_logprobs is not None and masked.logsumexp is not None
     support_logprobs = masked.support_logprobs.cpu()
     evidence = make_evidence(
         rollouts,
         support_logprobs.numpy(),
-        rounded.support_logprobs.cpu().numpy(),
+        noise.change(rollouts, support_logprobs).numpy(),
         full.logprob.cpu().numpy(),
         masked.logsumexp.cpu().numpy(),
         policy.softcap,

@@ -9,25 +9,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replay import Policy, pack
+from replay import PackedBatch, Policy, pack
 from replay.evidence import Evidence, make_evidence
+from replay.noise import NoiseMeter
 from replay.reference import shape_logits
 from rollout.record import Rollout
 
+Array = NDArray[np.float64]
+
 
 class Scorer:
-    """What `verify` computes for `diagnose`, from logits [R, V] that are kept by input ids."""
+    """What `verify` computes for `diagnose`, from logits that are kept by input ids."""
 
-    def __init__(self, policy: Policy, head_dtype: torch.dtype = torch.float32) -> None:
-        self.policy, self.head_dtype = policy, head_dtype
-        self._hidden: dict[bytes, torch.Tensor] = {}
-        self._logits: dict[bytes, torch.Tensor] = {}
+    def __init__(self, policy: Policy, head_dtype: str = "float32") -> None:
+        self.policy = policy
+        meter = NoiseMeter(policy, head_dtype, ())
+        self._factor = meter.factor
+        self._own = _Kept(policy, getattr(torch, head_dtype))
+        self._again = _Kept(meter.policy, meter.head_dtype)
 
     def with_policy(self, policy: Policy) -> Scorer:
         """Another head, softcap or body; hidden states of the same body are kept."""
-        other = Scorer(policy, self.head_dtype)
+        other = Scorer(policy, str(self._own.head_dtype).removeprefix("torch."))
         if policy.body is self.policy.body:
-            other._hidden = self._hidden
+            other._own.hidden, other._again.hidden = self._own.hidden, self._again.hidden
         return other
 
     def evidence_of_two(
@@ -45,8 +50,8 @@ class Scorer:
         columns = {
             name: np.where(is_other, getattr(theirs, name), getattr(mine, name))
             for names, is_other in (
-                (("replay_full", "logsumexp"), tokens),
-                (("replay_support", "replay_rounded"), tokens[mine.rows]),
+                (("replay_full", "logsumexp", "noise"), tokens),
+                (("replay_support",), tokens[mine.rows]),
             )
             for name in names
         }
@@ -54,8 +59,8 @@ class Scorer:
 
     def forget(self) -> None:
         """What was kept so far will not come again."""
-        self._hidden.clear()
-        self._logits.clear()
+        self._own.forget()
+        self._again.forget()
 
     def evidence(self, rollouts: Sequence[Rollout]) -> Evidence:
         return Evidence.concatenate([self._one(r) for r in rollouts if len(r.support.ids)])
@@ -63,39 +68,50 @@ class Scorer:
     @torch.inference_mode()
     def _one(self, rollout: Rollout) -> Evidence:
         (batch,) = pack([rollout], 1)
-        key = batch.input_ids.numpy().tobytes()
-        if key not in self._hidden:
-            hidden = self.policy.hidden(batch.input_ids, batch.position_ids)
-            self._hidden[key] = hidden[len(rollout.prompt_ids) - 1 :].float()
-        if key not in self._logits:
-            self._logits[key] = self._hidden[key] @ self.policy.weight.float().T
         rows = np.flatnonzero(~rollout.is_forced)
-        z = self._logits[key][rows]
-        other = torch.bfloat16 if self.head_dtype == torch.float32 else torch.float32
-        of_entry = torch.repeat_interleave(batch.support_offsets.diff())
-        shaped = self._shaped(z, self.head_dtype) / rollout.temperature
-        rough = self._shaped(z[of_entry, batch.support_ids], other) / rollout.temperature
-        offsets = batch.support_offsets[:-1].numpy()
-        entries = shaped[of_entry, batch.support_ids].double().numpy()
-        logprobs, sums = _log_softmax(entries, offsets, of_entry.numpy())
+        shaped = self._own.logits(rollout, batch)[rows]
         at_target = shaped.gather(1, batch.targets[:, None])[:, 0]
+        logprobs, sums = _over_supports(shaped, batch)
+        again, _ = _over_supports(self._again.logits(rollout, batch)[rows], batch)
         return make_evidence(
             [rollout],
             logprobs,
-            _log_softmax(rough.double().numpy(), offsets, of_entry.numpy())[0],
+            self._factor * (logprobs - again),
             (at_target - shaped.logsumexp(1)).numpy(),
             sums,
             self.policy.softcap,
         )
 
-    def _shaped(self, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return shape_logits(z, self.policy.logit_scale, self.policy.softcap, dtype)
+
+class _Kept:
+    """A policy's logits [R, V] of rollouts."""
+
+    def __init__(self, policy: Policy, head_dtype: torch.dtype) -> None:
+        self.policy, self.head_dtype = policy, head_dtype
+        self.hidden: dict[bytes, torch.Tensor] = {}
+        self._products: dict[bytes, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        self.hidden.clear()
+        self._products.clear()
+
+    def logits(self, rollout: Rollout, batch: PackedBatch) -> torch.Tensor:
+        key = batch.input_ids.numpy().tobytes()
+        if key not in self.hidden:
+            hidden = self.policy.hidden(batch.input_ids, batch.position_ids)
+            self.hidden[key] = hidden[len(rollout.prompt_ids) - 1 :].float()
+        if key not in self._products:
+            self._products[key] = self.hidden[key] @ self.policy.weight.float().T
+        z = self._products[key]
+        shaped = shape_logits(z, self.policy.logit_scale, self.policy.softcap, self.head_dtype)
+        return shaped / rollout.temperature
 
 
-def _log_softmax(
-    z: NDArray[np.float64], offsets: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[E] over each support, and [T] the logsumexp; supports are not empty."""
+def _over_supports(shaped: torch.Tensor, batch: PackedBatch) -> tuple[Array, Array]:
+    """[E] log-softmax over each support, and [T] the logsumexp; supports are not empty."""
+    offsets = batch.support_offsets[:-1].numpy()
+    rows = torch.repeat_interleave(batch.support_offsets.diff())
+    z = shaped[rows, batch.support_ids].double().numpy()
     peak = np.maximum.reduceat(z, offsets)
     sums = peak + np.log(np.add.reduceat(np.exp(z - peak[rows]), offsets))
     return z - sums[rows], sums

@@ -14,6 +14,8 @@ from rollout.support import Support
 
 Array = NDArray[np.float64]
 VOCABULARY, LENGTH, ROLLOUTS = 60, 32, 10
+GRAIN = 1 / 16  # of logits in the other precision
+ERROR = 12**-0.5  # of rounding, root mean square, in grains
 
 
 def lse(z: Array) -> Array:
@@ -27,6 +29,7 @@ def sides(
     outputs: NDArray[np.int32],  # [n, R]
     temperature: float = 1.0,
     softcap: float | None = None,
+    grain: float = GRAIN,
 ) -> tuple[list[Rollout], Evidence]:
     """What an engine with logits `engine` records, and what a policy says about it."""
     rollouts, parts = [], []
@@ -49,20 +52,23 @@ def sides(
             weight_versions=(),
         )
         rollouts.append(rollout)
-        parts.append(scored(rollout, policy[n], softcap))
+        parts.append(scored(rollout, policy[n], softcap, grain))
     return rollouts, Evidence.concatenate(parts)
 
 
-def scored(rollout: Rollout, policy: Array, softcap: float | None = None) -> Evidence:
-    """The policy's numbers [R, V] for a rollout as it stands; the other precision is bf16-like."""
+def scored(
+    rollout: Rollout, policy: Array, softcap: float | None = None, grain: float = GRAIN
+) -> Evidence:
+    """The policy's logits [R, V] for a rollout as it stands; the other precision rounds them."""
     z = policy / rollout.temperature
-    rough = np.round(policy * 16) / 16 / rollout.temperature
+    rough = np.round(policy / grain) * grain / rollout.temperature
     rows = [rollout.support[t] for t in range(len(rollout.support))]
     sums = np.array([lse(z[t][ids]) for t, ids in enumerate(rows)])
+    own = np.concatenate([z[t][ids] - sums[t] for t, ids in enumerate(rows)])
     return make_evidence(
         [rollout],
-        np.concatenate([z[t][ids] - sums[t] for t, ids in enumerate(rows)]),
-        np.concatenate([rough[t][ids] - lse(rough[t][ids]) for t, ids in enumerate(rows)]),
+        own,
+        own - np.concatenate([rough[t][ids] - lse(rough[t][ids]) for t, ids in enumerate(rows)]),
         z[np.arange(len(rows)), rollout.output_ids] - lse(z),
         sums,
         softcap,
@@ -87,4 +93,5 @@ def play(
     engine = change(logits + generator.normal(0, noise, logits.shape))
     supports = [[np.argsort(-z)[:8].tolist() for z in rows] for rows in logits]
     outputs = np.array([[generator.choice(s[:4]) for s in rows] for rows in supports])
-    return sides(policy(logits), engine, supports, outputs, **record)
+    grain = max(GRAIN, noise / ERROR)
+    return sides(policy(logits), engine, supports, outputs, grain=grain, **record)

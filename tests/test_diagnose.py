@@ -13,7 +13,7 @@ from fault_injector import (
     full_stored,
     without_support_logprobs,
 )
-from sides import LENGTH, ROLLOUTS, VOCABULARY, Array, play, sides, some_logits
+from sides import ERROR, GRAIN, LENGTH, ROLLOUTS, VOCABULARY, Array, play, sides, some_logits
 
 from replay.diagnose import diagnose
 from replay.evidence import Evidence
@@ -35,9 +35,14 @@ def first(played: tuple[list[Rollout], Evidence]) -> Diagnosis:
     return diagnose(evidence, rollouts, check_engine(rollouts))[0]
 
 
+def forgets_supports(evidence: Evidence) -> Evidence:
+    """As if the engine had recorded the sampled token alone."""
+    return replace(evidence, support_logprobs=np.full_like(evidence.support_logprobs, np.nan))
+
+
 def sampled_only(played: tuple[list[Rollout], Evidence]) -> tuple[list[Rollout], Evidence]:
     rollouts, evidence = played
-    return [without_support_logprobs(r) for r in rollouts], evidence.sampled_only()
+    return [without_support_logprobs(r) for r in rollouts], forgets_supports(evidence)
 
 
 def test_honest_noise_is_clean(logits: Array) -> None:
@@ -101,7 +106,7 @@ def test_a_gap_of_the_kept_mass_is_the_support_not_applied() -> None:
     z = np.broadcast_to(Z5, (8, 6, 5))
     outputs = np.tile([1, 0, 0, 1, 0, 0], (8, 1))
     rollouts, evidence = sides(z, z, [[[0, 1]] * 6] * 8, outputs)
-    stored = replace(evidence, sampling=evidence.full).sampled_only()
+    stored = forgets_supports(replace(evidence, sampling=evidence.full))
     assert stored.sampling[0] - stored.replay[0] == pytest.approx(-0.138653, abs=1e-6)
     got = diagnose(stored, [full_stored(r) for r in rollouts])[0]
     assert got.code == "full_logprobs_stored"
@@ -236,7 +241,7 @@ def test_rollouts_of_a_prompt_that_begin_alike_are_one_observation(
 ) -> None:
     """Twenty equal answers hold the same noise twenty times, and no evidence for a cause."""
     answer = logits[:1, :4]
-    noise = np.random.default_rng(seed).normal(0, 0.06, answer.shape)
+    noise = np.random.default_rng(seed).normal(0, 1.4 * ERROR * GRAIN, answer.shape)
     policy, engine = (np.repeat(z, 20, axis=0) for z in (answer, answer + noise))
     supports = [[np.argsort(-z)[:8].tolist() for z in rows] for rows in policy]
     outputs = np.array([[ids[0] for ids in rows] for rows in supports])

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from builders import RECORDED, recorded_rollouts
 from click.testing import CliRunner
 from fault_cases import CASES, Case
@@ -54,12 +53,11 @@ def found(scorer: Scorer, rollouts: list[Rollout]) -> list[Diagnosis]:
 def test_recorded_sets_are_clean(
     name: str, dtype: str, head_dtype: str, scorers: dict[str, Scorer]
 ) -> None:
-    scorer = scorers[dtype].with_policy(scorers[dtype].policy)
-    scorer.head_dtype = getattr(torch, head_dtype)
+    scorer = Scorer(scorers[dtype].policy, head_dtype)
     rollouts = recorded_rollouts(name)
     for whole in (rollouts, [without_support_logprobs(r) for r in rollouts]):
         (got,) = found(scorer, whole)
-        assert (got.code, got.evidence["over_noise_floor"] < 2.6) == ("clean", True)
+        assert (got.code, got.evidence["over_noise_floor"] < 1.3) == ("clean", True)
 
 
 def judged(case: Case, rollouts: list[Rollout], scorer: Scorer) -> Diagnosis:

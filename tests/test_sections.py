@@ -139,7 +139,7 @@ def test_facts_in_words(made: Any) -> None:
         ("sampled outside support", "1 token"),
         ("kept mass, engine / trainer", "0.91 / not recorded"),
         ("support size", "mean 8.2, max 1,512, 26,000 singletons, 7 above top_k"),
-        ("noise floor", "0.01235 nats between two precisions of the policy's head"),
+        ("noise floor", "0.01235 nats, which bfloat16 explains"),
         ("precision", "model m, dtype bfloat16"),
         (
             "support audit",
