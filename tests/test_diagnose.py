@@ -174,6 +174,22 @@ def test_other_weights_are_what_nothing_explains(logits: Array) -> None:
     assert got.evidence["over_noise_floor"] > 5
 
 
+def test_other_weights_are_named_from_twice_the_noise_on(logits: Array) -> None:
+    wild = np.random.default_rng(5).normal(0, 0.02 * 3**0.5, logits.shape)
+    got = first(play(logits, lambda z: z + wild, noise=0.02))
+    assert (got.code, got.scope["kind"]) == ("other_weights", "all")
+    assert got.evidence["over_noise_floor"] == pytest.approx(2, abs=0.2)
+
+
+def test_ids_that_moved_most_in_other_weights_are_no_bias(logits: Array) -> None:
+    """Training moves some ids more than others; a bias leaves noise and nothing else."""
+    moved = np.where(np.arange(VOCABULARY) < 5, 0.4, 0.0)
+    assert first(play(logits, lambda z: z + moved)).code == "bias"
+    wild = np.random.default_rng(5).normal(0, 0.04, logits.shape)
+    rollouts, evidence = play(logits, lambda z: z + moved + wild)
+    assert [d.code for d in diagnose(evidence, rollouts)] == ["other_weights"]
+
+
 def test_stale_weights_are_named_by_their_version(logits: Array) -> None:
     wild = np.random.default_rng(5).normal(0, 0.3, logits.shape)
     wild[:, LENGTH // 2 :] = 0
