@@ -73,7 +73,7 @@ def test_with_supports_every_step_is_clean_and_the_ratio_is_one(
     assert replay(["replay", run, "--model", str(tiny_model_path)]).exit_code == 0
     # the same run, three updates later
     behind = script("benchmarks/grpo_behind.py", str(tmp_path / "supports"))
-    assert [b["updates_behind"] for b in behind] == [1, 2]
+    assert [b["steps_behind"] for b in behind] == [1, 2, 3]
     stale = replay(["replay", run, "--model", str(tmp_path / "supports" / "checkpoint"), "--json"])
     assert stale.exit_code == 1
     assert json.loads(stale.stdout)["diagnoses"][0]["code"] == "other_weights"
