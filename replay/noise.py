@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from replay.batch import assemble, parts_of
+from replay.memory import LESS_EACH, memory_for
 from replay.policy import Policy
-from replay.score import score_support
-from replay.support_plan import plan
 from rollout.record import Rollout
 
 NOISE_TOKENS = 4096  # sampled from two ids or more; a second forward of all would double a replay
@@ -29,7 +28,8 @@ class NoiseMeter:
 
     def __init__(self, policy: Policy, head_dtype: str, sample: Collection[str]) -> None:
         self._sample = sample
-        self.policy = policy.in_precision(_other(policy.weight.dtype))
+        with memory_for("the policy's head in another precision", LESS_EACH):
+            self.policy = policy.in_precision(_other(policy.weight.dtype))
         self.head_dtype = _other(getattr(torch, head_dtype))
         self.factor = math.sqrt(2) if policy.weight.dtype == torch.bfloat16 else 1.0
 
@@ -46,17 +46,9 @@ class NoiseMeter:
         return found
 
     def _again(self, rollouts: Sequence[Rollout]) -> Tensor:
-        policy, batch = self.policy, assemble(parts_of(rollouts), 0).to(self.policy.device)
-        scores = score_support(
-            policy.hidden(batch.input_ids, batch.position_ids)[batch.hidden_rows],
-            policy.weight,
-            batch.targets,
-            batch.support_ids,
-            batch.support_offsets,
-            plan=plan(batch.support_ids, batch.support_offsets, check=False),
-            return_support_logprobs=True,
-            **policy.head(batch, self.head_dtype),
-        )
+        batch = assemble(parts_of(rollouts), 0).to(self.policy.device)
+        hidden = self.policy.hidden(batch.input_ids, batch.position_ids)[batch.hidden_rows]
+        scores = self.policy.over_supports(hidden, batch, self.head_dtype)
         assert scores.support_logprobs is not None
         return scores.support_logprobs.cpu()
 

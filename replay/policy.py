@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from replay.batch import PackedBatch
+from replay.facts import Head
 from replay.memory import LESS_EACH, memory_for
 from replay.precision import InPrecision
-from replay.reference import shape_logits
+from replay.reference import SupportScores, shape_logits
+from replay.score import score_support
+from replay.support_plan import plan
 from rollout.errors import PolicyError
 
 # relative error that rounding explains; a leak across packed rollouts is far above it
@@ -97,15 +100,28 @@ class Policy:
         bias = self.bias if exact or self.bias is None else self.bias.detach().to(dtype)
         return replace(self, body=body, weight=weight, bias=bias)
 
-    def head(self, batch: PackedBatch, head_dtype: torch.dtype) -> dict[str, Any]:
-        """What the scoring functions ask for besides hidden states and weight."""
-        return {
-            "temperature": batch.temperature,
-            "bias": self.bias,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-            "head_dtype": head_dtype,
-        }
+    def head(self, head_dtype: torch.dtype) -> Head:
+        """What makes logits of hidden states, rounded to `head_dtype`."""
+        return Head(self.weight, self.bias, self.logit_scale, self.softcap, head_dtype)
+
+    def over_supports(
+        self, hidden: Tensor, batch: PackedBatch, head_dtype: torch.dtype
+    ) -> SupportScores:
+        """All that `score_support` can say of the scored tokens of `batch` from `hidden` [T, D].
+
+        An id that stands twice in a support is no error: a content rule finds it.
+        """
+        return score_support(
+            hidden,
+            targets=batch.targets,
+            support_ids=batch.support_ids,
+            support_offsets=batch.support_offsets,
+            temperature=batch.temperature,
+            plan=plan(batch.support_ids, batch.support_offsets, check=False),
+            return_logsumexp=True,
+            return_support_logprobs=True,
+            **self.head(head_dtype)._asdict(),
+        )
 
     @property
     def vocab_size(self) -> int:

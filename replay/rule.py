@@ -43,7 +43,7 @@ FAR_IDS = 2.0  # weights that were trained on moved some ids more than others
 EXCESS = 1.3  # clean runs are 0.8 to 1.1 apart
 FRINGE = 0.25  # of the mean mismatch; tokens with less are no part of where it is
 EXCESS_SHARE_PICKED = 0.3
-STRENGTH_ALL = 1.5  # clean runs of 8 prompts were up to 1.4 beyond EXCESS
+STRENGTH_ALL = 1.5  # in the whole run, a scope that was not chosen
 EXCESS_NATS = 0.02  # at temperature 1; nearer than that, rounding elsewhere may do it
 
 LEAST_FLOOR = 1e-3  # nats; two fp32 sides are nearer, and that is no reason to look for causes

@@ -25,8 +25,6 @@ from replay.full import score_full
 from replay.memory import advice_for, memory_for, words_for
 from replay.noise import NoiseMeter, noise_sample
 from replay.policy import Policy
-from replay.score import score_support
-from replay.support_plan import plan
 from replay.tokens import OK, Floats, TokenTable, recorded
 from rollout.diagnosis import Diagnosis
 from rollout.record import Rollout
@@ -199,19 +197,9 @@ def _scores_in_memory(
     """What the policy says of the scored tokens of `batch`, which holds `rollouts`."""
     b = batch.to(policy.device)
     hidden = policy.hidden(b.input_ids, b.position_ids)[b.hidden_rows]
-    head = policy.head(b, getattr(torch, config.head_dtype))
-    masked = score_support(
-        hidden,
-        policy.weight,
-        b.targets,
-        b.support_ids,
-        b.support_offsets,
-        plan=plan(b.support_ids, b.support_offsets, check=False),  # duplicates are findings
-        return_logsumexp=True,
-        return_support_logprobs=True,
-        **head,
-    )
-    full = score_full(hidden, policy.weight, b.targets, **head)
+    head = _head(policy, config)
+    masked = policy.over_supports(hidden, b, head.head_dtype)
+    full = score_full(hidden, targets=b.targets, temperature=b.temperature, **head._asdict())
     assert masked.support_logprobs is not None and masked.logsumexp is not None
     support_logprobs = masked.support_logprobs.cpu()
     evidence = make_evidence(
@@ -232,8 +220,7 @@ def _scores_in_memory(
 
 
 def _head(policy: Policy, config: ReplayConfig) -> Head:
-    head_dtype = getattr(torch, config.head_dtype)
-    return Head(policy.weight, policy.bias, policy.logit_scale, policy.softcap, head_dtype)
+    return policy.head(getattr(torch, config.head_dtype))
 
 
 def support_kl(rollouts: Sequence[Rollout], batch: PackedBatch, replay_logprobs: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from replay import noise
 from replay.batch import pack
 from replay.noise import NoiseMeter, noise_sample
 from replay.policy import Policy
-from replay.score import score_support
 from rollout.record import Rollout
 from rollout.support import Support
 
@@ -41,15 +40,8 @@ def rollout(name: str, tokens: int = 6, width: int = 8) -> Rollout:
 
 def logprobs(policy: Policy, rollouts: list[Rollout], head_dtype: torch.dtype) -> torch.Tensor:
     (batch,) = pack(rollouts, 10_000)
-    scores = score_support(
-        policy.hidden(batch.input_ids, batch.position_ids)[batch.hidden_rows],
-        policy.weight,
-        batch.targets,
-        batch.support_ids,
-        batch.support_offsets,
-        return_support_logprobs=True,
-        **policy.head(batch, head_dtype),
-    )
+    hidden = policy.hidden(batch.input_ids, batch.position_ids)[batch.hidden_rows]
+    scores = policy.over_supports(hidden, batch, head_dtype)
     assert scores.support_logprobs is not None
     return scores.support_logprobs
 
